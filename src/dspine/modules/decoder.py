@@ -1,0 +1,162 @@
+"""A lean decoder forward for inference: the families Llama, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 share it, and so
+do the block drafters.
+
+Few calls per layer (fused QKV and gate-up, packed weights, in-place rotary, no key/value repetition) against a
+preallocated cache. It computes what transformers computes, in another order of the same fp32 sums.
+
+Shapes: b rows, n new tokens, d hidden, h query heads, k key/value heads, g = h / k query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspine.kernels.linear import PackedLinear
+from dspine.modules.kv_cache import CacheIndex, KVCache
+from dspine.modules.rope import Rope, interleave_halves
+
+AfterLayer = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """The numbers and switches in which the supported families differ."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str = "silu"  # or "gelu_tanh"
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    bidirectional: bool = False  # DFlash: attention inside the block in both directions
+
+    @property
+    def groups(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+
+@dataclass(kw_only=True)
+class LayerWeights:
+    """One decoder layer. Norm weights already include Gemma's "+ 1"."""
+
+    input_norm: Tensor
+    qkv: PackedLinear
+    output: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None  # Gemma 2: norms on the sublayers' outputs
+    post_mlp_norm: Tensor | None = None
+
+
+def qkv_weight(q: Tensor, k: Tensor, v: Tensor, spec: DecoderSpec, rope: Rope) -> Tensor:
+    """q, k, v weights (or biases) [heads * head_dim, ...] end to end, with the head layout that `rope` wants."""
+    if rope.interleaved:
+        q, k = (_permute_heads(w, spec.head_dim) for w in (q, k))
+    return torch.cat((q, k, v))
+
+
+def pack_qkv(
+    q: Tensor, k: Tensor, v: Tensor, spec: DecoderSpec, rope: Rope, biases: tuple[Tensor, Tensor, Tensor] | None = None
+) -> PackedLinear:
+    """Fuse q, k, v weights [heads * head_dim, d] into one product."""
+    return PackedLinear(qkv_weight(q, k, v, spec, rope), None if biases is None else qkv_weight(*biases, spec, rope))
+
+
+def permute_head_norm(weight: Tensor | None, rope: Rope) -> Tensor | None:
+    """A q/k norm weight [head_dim] in the head layout that `rope` wants."""
+    return weight if weight is None or not rope.interleaved else weight[interleave_halves(weight.shape[0])]
+
+
+def _permute_heads(weight: Tensor, head_dim: int) -> Tensor:
+    heads = weight.unflatten(0, (-1, head_dim))
+    return heads[:, interleave_halves(head_dim)].flatten(0, 1)
+
+
+class DecoderStack:
+    """The layers between the embedding and the final norm."""
+
+    def __init__(self, spec: DecoderSpec, rope: Rope, layers: list[LayerWeights]) -> None:
+        self.spec, self.rope, self.layers = spec, rope, layers
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        norm = self.layers[0].input_norm
+        return KVCache(len(self.layers), rows, self.spec.num_kv_heads, self.spec.head_dim, capacity, norm.device, norm.dtype)
+
+    def run(self, x: Tensor, cache: KVCache, after_layer: AfterLayer | None = None) -> Tensor:
+        """x [b, n, d] -> the last layer's output [b, n, d], its keys and values stored past the rows' lengths (which
+        stay as they are: committing is the caller's). `after_layer(l, x)` may replace a layer's output."""
+        b, n, _ = x.shape
+        index = CacheIndex(cache, b, n, x.device)
+        factors = self.rope.at(index.positions, index.visible)
+        masks: dict[int | None, Tensor | None] = {}
+        for i, layer in enumerate(self.layers):
+            window = self.spec.window(i)
+            if window not in masks:
+                masks[window] = self._mask(index, window, x.dtype)
+            x = self._attention(i, layer, x, cache, index, factors, masks[window])
+            x = self._mlp(layer, x)
+            if after_layer is not None:
+                x = after_layer(i, x)
+        return x
+
+    def _mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        groups = self.spec.groups
+        seen = index.block_mask(groups) if self.spec.bidirectional else index.causal_mask(groups, window)
+        if seen is None:
+            return None
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+    def _attention(
+        self, i: int, layer: LayerWeights, x: Tensor, cache: KVCache, index: CacheIndex, factors: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        spec = self.spec
+        b, n, _ = x.shape
+        h, k = spec.num_heads, spec.num_kv_heads
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(b, n, h + 2 * k, spec.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv[:, :, :h] = F.rms_norm(qkv[:, :, :h], (spec.head_dim,), layer.q_norm, spec.norm_eps)
+            qkv[:, :, h : h + k] = F.rms_norm(qkv[:, :, h : h + k], (spec.head_dim,), layer.k_norm, spec.norm_eps)
+        self.rope.apply_(qkv[:, :, : h + k], factors)
+        keys, values = cache.store(i, qkv[:, :, h:], index)
+        # The g query heads of one key/value head become g * n queries of it: nothing is repeated.
+        q = qkv[:, :, :h].unflatten(2, (k, spec.groups)).permute(0, 2, 3, 1, 4).reshape(b, k, spec.groups * n, spec.head_dim)
+        out = self._attend(q, keys, values, mask)
+        out = out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
+        if layer.post_attention_norm is None:
+            return layer.output(out, add=x)
+        return x + self._norm(layer.output(out), layer.post_attention_norm)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        spec = self.spec
+        if spec.attention_softcap is None:
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.attention_scale)
+        scores = q @ keys.transpose(-1, -2) * (spec.attention_scale or spec.head_dim**-0.5)
+        scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
+        if mask is not None:
+            scores = scores + mask
+        return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        gate = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+        inner = gate.mul_(up)
+        if layer.post_mlp_norm is None:
+            return layer.down(inner, add=x)
+        return x + self._norm(layer.down(inner), layer.post_mlp_norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.norm_eps)

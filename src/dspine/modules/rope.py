@@ -1,0 +1,48 @@
+"""Rotary position embedding for the lean decoder: one table, one multiplication in place.
+
+In fp32 the two halves of a head are stored interleaved (the q/k weights are permuted once, at load), so that a rotation
+is one complex product; dot products of q and k do not notice the permutation. Other dtypes use the textbook formula.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def interleave_halves(head_dim: int) -> Tensor:
+    """The permutation [head_dim] that puts dimension i next to dimension i + head_dim / 2."""
+    return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+
+
+class Rope:
+    """Rotations by `inv_freq` [head_dim / 2] (fp32), scaled by `attention_scaling` as YaRN asks."""
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype) -> None:
+        self.inv_freq = inv_freq.float()
+        self.attention_scaling = attention_scaling
+        self.interleaved = dtype == torch.float32
+        self.dtype = dtype
+        self._table: Tensor | None = None
+
+    def at(self, positions: Tensor, limit: int) -> Tensor:
+        """Rotation factors of `positions` [b, n], all below `limit`, to be passed to `apply_`."""
+        if self._table is None or self._table.shape[0] < limit:
+            size = max(limit, 2 * (0 if self._table is None else self._table.shape[0]), 1024)
+            angles = torch.arange(size, device=self.inv_freq.device).float()[:, None] * self.inv_freq
+            if self.interleaved:
+                self._table = torch.polar(torch.full_like(angles, self.attention_scaling), angles)
+            else:
+                both = torch.stack((angles.cos(), angles.sin())) * self.attention_scaling
+                self._table = both.permute(1, 0, 2).to(self.dtype)  # [size, 2, head_dim / 2]
+        return self._table[positions][:, :, None]
+
+    def apply_(self, x: Tensor, factors: Tensor) -> None:
+        """Rotate x [b, n, heads, head_dim] in place (interleaved layout in fp32, halves otherwise)."""
+        if self.interleaved:
+            torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(factors)
+            return
+        cos, sin = factors.unbind(-2)
+        first, second = x.chunk(2, -1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        x.copy_(rotated)
