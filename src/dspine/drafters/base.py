@@ -1,0 +1,160 @@
+"""What every block drafter is: a module with a backbone that can be trained, saved, loaded and run.
+
+A drafter file adds: its extra parameters, `block_losses` (train on a block) and `runner` (propose a block and its q).
+
+Shapes: a anchors (blocks), B slots, M = B - 1 candidates, d hidden, v vocabulary, k candidates, b rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dspine.drafters.backbone import Backbone, ContextBatch
+from dspine.drafters.config import DrafterConfig
+from dspine.errors import UserError
+from dspine.modules.kv_cache import KVCache
+from dspine.modules.losses import DraftHead, LossTerm
+from dspine.targets.model import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """Blocks to learn from. `teacher` holds the target's final-normed states that predict each candidate."""
+
+    context: ContextBatch
+    tokens: Tensor  # [a, B] true tokens, the anchor first
+    supervised: Tensor  # [a, M] 1 on the contiguous supervised prefix
+    teacher: Tensor  # [a, M, d]
+    draws: Tensor  # [a] uniform random numbers: a block is under the true-predecessor curriculum where its own is below p
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The loss's weights at one step (see training.curriculum for how they move)."""
+
+    alpha: float = 0.1
+    gamma: float = 7.0
+    forced_probability: float = 0.0  # true-predecessor curriculum
+    refined_shared_normaliser: bool = False
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """The terms of the loss; the first of `distribution` is the ordinary output's cross-entropy (CE_backbone).
+
+    `correct` [a, M] says where the draft's top choice, given true predecessors, is the true token.
+    """
+
+    distribution: tuple[LossTerm, ...]
+    correct: Tensor
+    alignment: LossTerm | None = None
+
+    def sums(self) -> Tensor:
+        """What `loss` divides by, to be added up over the parts of a step: every term's weight, then CE_backbone's total."""
+        terms = self.distribution if self.alignment is None else (*self.distribution, self.alignment)
+        return torch.stack([*(term.weight for term in terms), self.distribution[0].total.detach()])
+
+    def loss(self, sums: Tensor, beta: float) -> Tensor:
+        """This part's share of L = L_dist + beta sg(CE_backbone) L_emb, `sums` being the whole step's."""
+        parts = [term.coefficient * term.mean(weight) for term, weight in zip(self.distribution, sums, strict=False)]
+        if self.alignment is not None:
+            parts.append(beta * mean_ce(sums) * self.alignment.mean(sums[len(self.distribution)]))
+        return torch.stack(parts).sum()
+
+
+def mean_ce(sums: Tensor) -> Tensor:
+    """CE_backbone of a step's added-up `BlockLosses.sums`."""
+    return sums[-1] / sums[0].clamp(min=1e-12)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal for b rows: `tokens` [b, m]; for sampled rows also the sparse q, `q_ids` and `q_probs` [b, m, k]."""
+
+    tokens: Tensor
+    q_ids: Tensor | None = None
+    q_probs: Tensor | None = None
+
+
+class DraftRunner(Protocol):
+    """A drafter ready to run beside its target (inference)."""
+
+    config: DrafterConfig
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """The drafter's own context cache; the engine commits its lengths."""
+        ...
+
+    def extend(self, features: Tensor, cache: KVCache) -> None:
+        """Write context K/V of features [b, n, taps * d] past the rows' lengths."""
+        ...
+
+    def propose(
+        self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
+    ) -> Draft:
+        """Draft m tokens after anchors [b]. temperatures [b], 0 = greedy; uniforms [b, m] are needed if any is not."""
+        ...
+
+
+class BlockDrafter(nn.Module, ABC):
+    """A trainable block drafter. `draft_ids` [v'] are the tokens it may propose (empty: all)."""
+
+    alignments: ClassVar[tuple[str, ...]] = ("same",)
+    attentions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
+    draft_ids: Tensor
+
+    def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None) -> None:
+        super().__init__()
+        for field, value, known in (
+            ("alignment", config.alignment, self.alignments),
+            ("attention", config.attention, self.attentions),
+        ):
+            if value not in known:
+                raise UserError(
+                    f"{field} = {value} is not a {config.drafter} drafter's, which has {field} = {' or '.join(known)}"
+                )
+        self.config = config
+        self.backbone = Backbone(config)
+        ids = torch.zeros(0, dtype=torch.int64) if draft_ids is None else draft_ids.long().sort().values
+        if ids.shape[0] != config.draft_vocab_size:
+            raise ValueError(f"{ids.shape[0]} draft token ids for a draft_vocab_size of {config.draft_vocab_size}")
+        self.register_buffer("draft_ids", ids)
+
+    def initialise(self, target: Target) -> None:
+        """Random start (a subclass adds its own parameters)."""
+        self.backbone.initialise()
+
+    def bind(self, target: Target) -> None:
+        """Build what is computed from the target's head instead of stored."""
+
+    def head(self, target: Target) -> DraftHead:
+        """The target's head over this drafter's vocabulary."""
+        ids = self.draft_ids.to(target.device) if self.draft_ids.numel() else None
+        return DraftHead.of(target.head_weight, ids, target.softcap)
+
+    def block_inputs(self, tokens: Tensor, target: Target) -> Tensor:
+        """Input embeddings [a, B, d] of a block: the anchor, then mask tokens; tokens [a, B] or [a, 1 + anything]."""
+        inputs = torch.full((tokens.shape[0], self.config.block_size), self.config.mask_token_id, device=tokens.device)
+        inputs[:, 0] = tokens[:, 0]
+        return target.embed(inputs)
+
+    @abstractmethod
+    def block_losses(self, batch: TrainingBatch, target: Target, head: DraftHead, settings: LossSettings) -> BlockLosses:
+        """The training losses of one batch of blocks."""
+
+    def forward(self, *arguments: Any) -> BlockLosses:
+        """`block_losses`, under the name that distributed wrappers call."""
+        return self.block_losses(*arguments)
+
+    @abstractmethod
+    def runner(self, target: Target) -> DraftRunner:
+        """Pack the parameters for inference beside `target`."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """Numbers worth printing about this drafter (parameters by part)."""
+        return {"parameters": sum(p.numel() for p in self.parameters())}

@@ -1,0 +1,114 @@
+"""Draft checkpoints: a folder with config.json (shape and conventions) and model.safetensors (weights, draft vocabulary)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dspine.drafters.base import BlockDrafter
+from dspine.drafters.config import DrafterConfig
+from dspine.drafters.registry import DRAFTERS, drafter_class
+from dspine.errors import UserError
+from dspine.targets.model import Target
+
+WEIGHTS = "model.safetensors"
+
+
+def save_drafter(drafter: BlockDrafter, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the checkpoint folder by one rename; an existing one is replaced only once the new one is complete.
+
+    Raises UserError when it cannot be written (no space, no permission); nothing half-written stays.
+    """
+    state = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else torch.int32).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    except OSError as error:
+        raise UserError(f"cannot write the checkpoint {folder} ({error})") from error
+    try:
+        save_file(state, work / WEIGHTS, {"format": "pt"})
+        (work / "config.json").write_text(drafter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        replace_folder(work, folder)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise UserError(f"cannot write the checkpoint {folder} ({error}); free some disk space and save again") from error
+        raise
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put `new` in the place of `folder`. A kill between the two renames leaves the old one whole, as .NAME-old-PID."""
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}-old-{os.getpid()}")
+        folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old)
+    else:
+        new.rename(folder)
+    folder.chmod(0o755)
+
+
+def load_drafter(folder: Path, target: Target) -> BlockDrafter:
+    """Load a checkpoint for `target`. Raises UserError for a damaged one and for one that does not fit."""
+    config = DrafterConfig.read(folder)
+    cls = drafter_class(config.drafter)
+    config.check(target)
+    file = folder / WEIGHTS
+    try:
+        state = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file} is missing or damaged ({str(error).partition(chr(10))[0]}); copy the checkpoint again"
+        ) from error
+    ids = state.get("draft_ids", torch.zeros(0))
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
+        raise UserError(
+            f"{file} drafts token ids {int(ids.min())} to {int(ids.max())}, but {target.name} has 0 to {target.vocab_size - 1}"
+        )
+    try:
+        drafter = cls(config, ids if ids.numel() else None)
+        drafter.load_state_dict({k: v.long() if k == "draft_ids" else v.float() for k, v in state.items()})
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        detail = str(error).splitlines()
+        raise UserError(f"{file} does not match its config.json ({detail[min(1, len(detail) - 1)].strip()})") from error
+    drafter.bind(target)
+    return drafter.eval().requires_grad_(False)
+
+
+def shipped_folder() -> Path:
+    """Where the shipped checkpoints are: beside the package when installed, in the repository in a source checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "checkpoints"
+    return inside if inside.is_dir() else package.parents[1] / "checkpoints"
+
+
+def shipped_for(target: Target, drafter: str) -> Path | None:
+    """The shipped checkpoint of a drafter for `target`, by the target's name; None where there is none."""
+    folder = shipped_folder() / f"{target.name.replace('/', '--')}-{drafter}"
+    return folder if (folder / "config.json").is_file() else None
+
+
+def resolve(name: str, target: Target) -> Path:
+    """A checkpoint folder by path, or by a drafter's name ("dspine") among those shipped for `target`."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    shipped = shipped_for(target, name) if name in DRAFTERS else None
+    if shipped is not None:
+        return shipped
+    have = sorted(p.name for p in shipped_folder().glob("*") if (p / "config.json").is_file())
+    raise UserError(
+        f"no draft checkpoint {name!r} for {target.name}; give a checkpoint folder, or a drafter shipped here: "
+        f"{', '.join(have) or 'none'}"
+    )

@@ -1,0 +1,110 @@
+"""A block backbone packed for inference: lean layers, a context K/V cache, one forward per block.
+
+Shapes: b rows, n context tokens, w slots of the drafted block (anchor first), m = w - 1, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspine.drafters.backbone import Backbone, DraftLayer, RMSNorm, rope_frequencies
+from dspine.drafters.config import DrafterConfig
+from dspine.kernels.linear import PackedLinear
+from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm, qkv_weight
+from dspine.modules.kv_cache import CacheIndex, KVCache
+from dspine.modules.rope import Rope
+from dspine.targets.model import Target
+
+Cast = Callable[[Tensor], Tensor]
+
+
+class BackboneRunner:
+    """The shared half of every block drafter's runner: context in, final-normed block states out."""
+
+    def __init__(self, backbone: Backbone, target: Target) -> None:
+        config, dtype, device = backbone.config, target.dtype, target.device
+        self.config: DrafterConfig = config
+        self.target = target
+        spec = DecoderSpec(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.rms_norm_eps,
+            bidirectional=config.attention == "bidirectional",
+        )
+        rope = Rope(rope_frequencies(config, device), 1.0, dtype)
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype)
+
+        layers = [_pack_layer(layer, spec, rope, cast) for layer in backbone.draft_layers()]
+        self.stack = DecoderStack(spec, rope, layers)
+        self._fc = PackedLinear(cast(backbone.fc.weight))
+        self._hidden_norm = cast(backbone.hidden_norm.weight)
+        self._norm = cast(backbone.norm.weight)
+        # All layers' context keys and values in one product: rows [layer][k heads, v heads][head_dim].
+        split = config.num_heads * config.head_dim
+        kv_weights = [qkv_weight(*_projections(layer, cast), spec, rope)[split:] for layer in backbone.draft_layers()]
+        self._context_kv = PackedLinear(torch.cat(kv_weights))
+        mask = torch.tensor([config.mask_token_id], device=device)
+        self._mask_embedding = target.embed(mask)  # [1, d]
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return self.stack.new_cache(rows, capacity)
+
+    def extend(self, features: Tensor, cache: KVCache) -> None:
+        """Write context K/V of features [b, n, taps * d] past the lengths of rows 0..b-1; committing is the caller's."""
+        b, n, _ = features.shape
+        spec = self.stack.spec
+        kv_heads = spec.num_kv_heads
+        fused = self.norm(self._fc(features), self._hidden_norm)
+        kv = self._context_kv(fused).view(b, n, self.config.num_layers, 2 * kv_heads, spec.head_dim)
+        index = CacheIndex(cache, b, n, features.device)
+        factors = self.stack.rope.at(index.positions, index.visible)
+        for i, layer in enumerate(self.stack.layers):
+            layer_kv = kv[:, :, i]
+            keys = layer_kv[:, :, :kv_heads]
+            if layer.k_norm is not None:
+                keys.copy_(F.rms_norm(keys, (spec.head_dim,), layer.k_norm, spec.norm_eps))
+            self.stack.rope.apply_(keys, factors)
+            cache.store(i, layer_kv, index)
+
+    def block_states(self, anchors: Tensor, cache: KVCache, width: int, after_layer: AfterLayer | None = None) -> Tensor:
+        """Last-layer states [b, w, d] of a block of `width` slots at anchors [b], before the final norm."""
+        x = self._mask_embedding.expand(anchors.shape[0], width, -1).clone()
+        x[:, 0] = self.target.embed(anchors)
+        return self.stack.run(x, cache, after_layer)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return self.norm(x, self._norm)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+
+def _projections(layer: DraftLayer, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
+    attention = layer.self_attn
+    return cast(attention.q_proj.weight), cast(attention.k_proj.weight), cast(attention.v_proj.weight)
+
+
+def _pack_layer(layer: DraftLayer, spec: DecoderSpec, rope: Rope, cast: Cast) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (
+        permute_head_norm(cast(norm.weight), rope) if isinstance(norm, RMSNorm) else None
+        for norm in (attention.q_norm, attention.k_norm)
+    )
+    return LayerWeights(
+        input_norm=cast(layer.input_layernorm.weight),
+        qkv=pack_qkv(*_projections(layer, cast), spec, rope),
+        output=PackedLinear(cast(attention.o_proj.weight)),
+        mlp_norm=cast(layer.post_attention_layernorm.weight),
+        gate_up=PackedLinear(torch.cat((cast(mlp.gate_proj.weight), cast(mlp.up_proj.weight)))),
+        down=PackedLinear(cast(mlp.down_proj.weight)),
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
