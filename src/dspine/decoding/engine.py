@@ -1,0 +1,313 @@
+"""The draft-verify loop over the rows of live requests.
+
+    engine = Engine(target, drafter.runner(target))
+    request = engine.submit(prompt_ids, SamplingParams(max_new_tokens=64))
+    while engine.has_work:
+        for progress in engine.step():
+            ...
+
+One step is one round: waiting requests join, the drafter proposes a block for every row, one target forward verifies
+them all, each row commits its own number of tokens, finished requests leave. Without a drafter it is plain decoding by
+the same code with a width of 1. Live requests always hold rows 0..n-1 of both caches.
+
+Shapes: n live rows, w slots of a round (anchor first), m = w - 1 drafted tokens, v vocabulary, k candidates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dspine.decoding.request import Progress, Request, new_request
+from dspine.decoding.sampling import SamplingParams, penalise, sample, target_distribution
+from dspine.decoding.verify import SparseQ, Verdict, verify_greedy, verify_sampled
+from dspine.decoding.width import CostTable, WidthController, timed
+from dspine.drafters.base import Draft, DraftRunner
+from dspine.errors import UserError
+from dspine.modules.kv_cache import KVCache
+from dspine.targets.model import Target, TargetOutput
+
+PREFILL_CHUNK = 512  # prompt tokens per forward
+Width = int | Literal["auto"]
+
+
+class Engine:
+    """Decodes up to `max_rows` requests at once; more wait their turn. Not thread-safe: one caller steps it."""
+
+    def __init__(self, target: Target, drafter: DraftRunner | None = None, *, max_rows: int = 8, width: Width = "auto") -> None:
+        if max_rows < 1:
+            raise UserError(f"max_rows = {max_rows}: the engine needs at least 1 row")
+        limit = drafter.config.block_size if drafter is not None else 1
+        if width != "auto" and not (isinstance(width, int) and 1 <= width <= max(limit, 1)):
+            raise UserError(
+                f"width = {width!r}: give 'auto' or a whole number from 1 (plain) to {limit} (the drafter's block size)"
+            )
+        self.target, self.drafter, self.max_rows = target, drafter, max_rows
+        self._taps = drafter.config.target_layer_ids if drafter is not None else ()
+        self._fixed_width = width if isinstance(width, int) else None
+        self._live: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._count = 0
+        self._cache: KVCache | None = None
+        self._draft_cache: KVCache | None = None
+        self._controller = (
+            WidthController(limit, drafter.config.expected_acceptance, CostTable(self._time_forward))
+            if drafter is not None
+            else None
+        )
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams) -> Request:
+        """Queue a prompt. Raises UserError for an empty one and for one that fills the target's context."""
+        if not prompt_ids:
+            raise UserError("the prompt is empty; give at least one token")
+        room = self.target.max_length - len(prompt_ids)
+        if room < 1:
+            raise UserError(
+                f"the prompt has {len(prompt_ids)} tokens, but {self.target.name} holds {self.target.max_length} with the "
+                "answer; shorten it"
+            )
+        bad = [t for t in prompt_ids if not 0 <= t < self.target.vocab_size]
+        if bad:
+            raise UserError(
+                f"token id {bad[0]} is not in the vocabulary of {self.target.name} (0 to {self.target.vocab_size - 1})"
+            )
+        self._count += 1
+        request = new_request(self._count, list(prompt_ids), params, self.target.tokenizer, room, self.target.vocab_size)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request, waiting or live; what it has so far stays in it."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.finished_at = "cancelled", time.perf_counter()
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._remove_finished()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._waiting)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def run(self) -> None:
+        """Step until every request is finished."""
+        while self.has_work:
+            self.step()
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """Admit, draft, verify, commit; returns what each request got."""
+        progress = self._admit()
+        if self._live:
+            progress += self._round()
+        return progress
+
+    def _admit(self) -> list[Progress]:
+        progress = []
+        while self._waiting and len(self._live) < self.max_rows:
+            request = self._waiting.popleft()
+            started = time.perf_counter()
+            self._live.append(request)
+            hidden = self._prefill(request, len(self._live) - 1)
+            token = self._first_token(request, self.target.logits(hidden))
+            request.stats.prefill_s += time.perf_counter() - started
+            progress.append(self._commit(request, [token], 0))
+        self._remove_finished()
+        return progress
+
+    def _prefill(self, request: Request, row: int) -> Tensor:
+        """Run the prompt into `row` of the caches; returns the last token's final state [1, d]."""
+        cache, draft_cache = self._caches(len(request.prompt_ids) + request.max_new_tokens)
+        own, own_draft = cache.row(row), None if draft_cache is None else draft_cache.row(row)
+        own.lengths.zero_()
+        if own_draft is not None:
+            own_draft.lengths.zero_()
+        ids = torch.tensor([request.prompt_ids], device=self.target.device)
+        for start in range(0, ids.shape[1], PREFILL_CHUNK):
+            chunk = ids[:, start : start + PREFILL_CHUNK]
+            out = self.target.forward(chunk, own, self._taps)
+            own.lengths += chunk.shape[1]
+            if own_draft is not None and self.drafter is not None and out.features is not None:
+                self.drafter.extend(out.features, own_draft)
+                own_draft.lengths += chunk.shape[1]
+        return out.hidden[:, -1]
+
+    def _first_token(self, request: Request, logits: Tensor) -> int:
+        if request.seen is not None:
+            logits = penalise(
+                logits, request.seen.to(logits.device), logits.new_zeros(0, dtype=torch.long), request.params.repetition_penalty
+            )
+        if request.params.is_greedy:
+            return int(logits.argmax(-1))
+        return int(sample(target_distribution(logits, request.params), request.generator))
+
+    def _round(self) -> list[Progress]:
+        rows = len(self._live)
+        width = self._choose_width()  # before the clock starts: its first call times some forwards
+        assert self._cache is not None
+        started = time.perf_counter()
+        anchors = torch.tensor([r.output_ids[-1] for r in self._live], device=self.target.device)
+        draft = self._draft(anchors, width) if width > 1 else None
+        drafted_at = time.perf_counter()
+        if self._controller is not None and draft is not None:
+            self._controller.record_draft(drafted_at - started)
+        tokens = anchors[:, None] if draft is None else torch.cat((anchors[:, None], draft.tokens), 1)
+        out = self.target.forward(tokens, self._cache, self._taps)
+        logits = self.target.logits(out.hidden)  # [n, w, v]
+        verdicts = self._verify(logits, draft)
+        verified_at = time.perf_counter()
+        self._advance(out, verdicts)
+        advanced_at = time.perf_counter()
+        drafted = None if draft is None else draft.tokens.tolist()
+        progress = []
+        # Extending the drafter's context is the drafter's work too.
+        draft_s, verify_s = (drafted_at - started + advanced_at - verified_at) / rows, (verified_at - drafted_at) / rows
+        for row, (request, verdict) in enumerate(zip(self._live, verdicts, strict=True)):
+            accepted = drafted[row][: verdict.num_accepted] if drafted is not None else []
+            if self._controller is not None and draft is not None:
+                self._controller.record(width - 1, verdict.num_accepted)
+            request.stats.record_round(width - 1, verdict.num_accepted)
+            request.stats.draft_s += draft_s
+            request.stats.verify_s += verify_s
+            progress.append(self._commit(request, [*accepted, verdict.next_token], verdict.num_accepted))
+        other_s = (time.perf_counter() - advanced_at) / rows
+        for request in self._live:
+            request.stats.other_s += other_s
+        self._remove_finished()
+        return progress
+
+    def _choose_width(self) -> int:
+        if self.drafter is None or self._controller is None:
+            return 1
+        if self._fixed_width is not None:
+            width = self._fixed_width
+        elif all(r.params.is_greedy for r in self._live):
+            width = self._controller.choose(len(self._live))
+        else:
+            # A timing must not change which random numbers a seeded request uses, so sampling keeps one width.
+            return self._controller.maximum
+        if all(r.params.is_greedy for r in self._live):
+            width = min(width, max(r.remaining for r in self._live))
+        return width
+
+    def _draft(self, anchors: Tensor, width: int) -> Draft:
+        assert self.drafter is not None and self._draft_cache is not None
+        temperatures, uniforms = self._draft_randomness(width - 1)
+        return self.drafter.propose(anchors, self._draft_cache, width - 1, temperatures, uniforms)
+
+    def _draft_randomness(self, num_draft_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Each row's temperature (0 = greedy) [n] and, if any row samples, its uniforms [n, m]."""
+        device = self.target.device
+        sampled = [not r.params.is_greedy for r in self._live]
+        temperatures = torch.tensor(
+            [r.params.temperature if s else 0.0 for r, s in zip(self._live, sampled, strict=True)], device=device
+        )
+        if not any(sampled):
+            return temperatures, None
+        draws = [
+            torch.rand(num_draft_tokens, generator=r.generator) if s else torch.zeros(num_draft_tokens)
+            for r, s in zip(self._live, sampled, strict=True)
+        ]
+        return temperatures, torch.stack(draws).to(device)
+
+    def _verify(self, logits: Tensor, draft: Draft | None) -> list[Verdict]:
+        """Each row's verdict under its own parameters."""
+        best = logits.argmax(-1).cpu()
+        m = logits.shape[1] - 1
+        drafted = draft.tokens.cpu() if draft is not None else torch.zeros(len(self._live), 0, dtype=torch.long)
+        verdicts = []
+        for row, request in enumerate(self._live):
+            if request.params.is_greedy and request.seen is None:
+                verdicts.append(verify_greedy(best[row], drafted[row]))
+                continue
+            own = drafted[row].to(logits.device)
+            scores = logits[row]
+            if request.seen is not None:
+                scores = penalise(scores, request.seen.to(scores.device), own, request.params.repetition_penalty)
+            if request.params.is_greedy:
+                verdicts.append(verify_greedy(scores.argmax(-1), own))
+                continue
+            p = target_distribution(scores, request.params)
+            verdicts.append(verify_sampled(p, own, _row_q(draft, row, m, p), request.generator))
+        return verdicts
+
+    def _advance(self, out: TargetOutput, verdicts: list[Verdict]) -> None:
+        """Commit each row's anchor and accepted candidates in both caches; the rest stays behind its length."""
+        assert self._cache is not None
+        rows = len(verdicts)
+        kept = torch.tensor([v.num_accepted + 1 for v in verdicts])
+        self._cache.lengths[:rows] += kept
+        if self.drafter is not None and self._draft_cache is not None and out.features is not None:
+            self.drafter.extend(out.features[:, : int(kept.max())], self._draft_cache)
+            self._draft_cache.lengths[:rows] += kept
+
+    def _commit(self, request: Request, tokens: list[int], num_accepted: int) -> Progress:
+        """Hand tokens to a request until one of them finishes it."""
+        used = 0
+        for position, token in enumerate(tokens):
+            used += 1
+            if request.append(token, position < num_accepted, self.target.eos_token_ids):
+                break
+        text = request.text.take(final=request.finish_reason is not None)
+        return Progress(request, request.output_ids[-used:], request.accepted[-used:], text)
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def _caches(self, capacity: int) -> tuple[KVCache, KVCache | None]:
+        capacity += self._controller.maximum if self._controller is not None else 1
+        if self._cache is None:
+            self._cache = self.target.new_cache(self.max_rows, capacity)
+            self._draft_cache = self.drafter.new_cache(self.max_rows, capacity) if self.drafter is not None else None
+        self._cache.reserve(capacity)
+        if self._draft_cache is not None:
+            self._draft_cache.reserve(capacity)
+        return self._cache, self._draft_cache
+
+    def _remove_finished(self) -> None:
+        """Close the holes that finished requests leave, moving the last live row into each."""
+        row = 0
+        while row < len(self._live):
+            if self._live[row].finish_reason is None:
+                row += 1
+                continue
+            last = len(self._live) - 1
+            for cache in (self._cache, self._draft_cache):
+                if cache is not None:
+                    cache.move_row(last, row)
+            self._live[row] = self._live[last]
+            self._live.pop()
+
+    def _time_forward(self, tokens: int) -> float:
+        """Seconds of one forward over `tokens` tokens of one row, for the width controller."""
+        scratch = self.target.new_cache(1, tokens + 64)
+        scratch.lengths += 64
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.target.device)
+
+        def forward() -> None:
+            int(self.target.logits(self.target.forward(ids, scratch, self._taps).hidden).argmax(-1)[0, -1])
+
+        return timed(forward)
+
+
+def _row_q(draft: Draft | None, row: int, m: int, p: Tensor) -> SparseQ:
+    if draft is None or draft.q_ids is None or draft.q_probs is None:
+        assert m == 0, "a sampled row needs its drafter's q"
+        return SparseQ(p.new_zeros(0, 1, dtype=torch.long), p.new_zeros(0, 1))
+    return SparseQ(draft.q_ids[row], draft.q_probs[row])

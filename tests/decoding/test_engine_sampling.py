@@ -1,0 +1,155 @@
+"""The whole engine samples the target's own distribution: the first three tokens against exact enumeration.
+
+Five kinds of requests share every batch of a 6-token model, with both drafters. tests/decoding/test_verify.py shows how
+small a bias of the verifier alone would be seen; here it is what the engine makes of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dspine.decoding import verify
+from dspine.decoding.engine import Engine
+from dspine.decoding.sampling import SamplingParams
+from dspine.drafters.base import BlockDrafter
+from dspine.targets.model import Target
+
+MakeModel = Callable[..., PreTrainedModel]
+MakeDrafter = Callable[..., BlockDrafter]
+
+V = 6
+PROMPT = [2, 4]
+TRIALS = 600  # per case and drafter
+CASES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.3},
+    "top_k": {"temperature": 1.5, "top_k": 3},
+    "top_p": {"temperature": 1.2, "top_p": 0.8},
+    "min_p": {"temperature": 1.4, "min_p": 0.15},
+    "penalty": {"temperature": 1.0, "repetition_penalty": 1.6},
+}
+
+
+class NoTokenizer:
+    """Six tokens without text."""
+
+    eos_token_id = None
+    chat_template = None
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def model(make_model: MakeModel) -> PreTrainedModel:
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return make_model("llama", vocab_size=V, pad_token_id=None, eos_token_id=None, seed=3, **small)
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, model: PreTrainedModel, make_drafter: MakeDrafter) -> Engine:
+    target = Target.wrap(model, NoTokenizer(), "six-tokens")
+    # DSpine with a small draft vocabulary, so that some tokens can only come from the target.
+    ids = torch.tensor([0, 2, 4, 5]) if request.param == "dspine" else None
+    shape = {"num_layers": 1, "transfer_rank": 4, "num_candidates": 3, "target_layer_ids": (0,)}
+    drafter = make_drafter(target, request.param, draft_ids=ids, block_size=3, **shape)
+    return Engine(target, drafter.runner(target), max_rows=64, width=3)
+
+
+def sampled(engine: Engine, cases: dict[str, dict[str, Any]], trials: int) -> tuple[dict[str, Counter[tuple[int, ...]]], int]:
+    """How often each case gave each text of three tokens, its requests in mixed batches; and how many tokens were drafted."""
+    requests = [
+        (name, engine.submit(PROMPT, SamplingParams(max_new_tokens=3, seed=1000 * number + trial, **params)))
+        for trial in range(trials)
+        for number, (name, params) in enumerate(cases.items())
+    ]
+    engine.run()
+    counts: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in cases}
+    for name, request in requests:
+        counts[name][tuple(request.output_ids)] += 1
+    return counts, sum(sum(request.accepted) for _, request in requests)
+
+
+def exact(model: PreTrainedModel, params: dict[str, Any]) -> np.ndarray:
+    """P(three tokens) [v, v, v] through transformers' own processors, one context at a time."""
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.get("repetition_penalty", 1.0))])
+    chain.append(TemperatureLogitsWarper(params["temperature"]))
+    if "top_k" in params:
+        chain.append(TopKLogitsWarper(params["top_k"]))
+    chain.append(TopPLogitsWarper(params.get("top_p", 1.0)))
+    chain.append(MinPLogitsWarper(params.get("min_p", 0.0)))
+
+    @torch.no_grad()
+    def p(*chosen: int) -> Tensor:
+        context = torch.tensor([[*PROMPT, *chosen]])
+        return chain(context, model(context).logits[:, -1].double()).softmax(-1)[0]
+
+    first = p()
+    second = torch.stack([p(x) for x in range(V)])
+    third = torch.stack([torch.stack([p(x, y) for y in range(V)]) for x in range(V)])
+    return (first[:, None, None] * second[:, :, None] * third).numpy()
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: np.ndarray) -> float:
+    """Of the chi-square test, texts too rare for it taken together; 0 where something impossible was written."""
+    observed = np.zeros_like(expected)
+    for text, count in counts.items():
+        observed[text] = count
+    if observed[expected == 0].any():
+        return 0.0
+    expected = expected / expected.sum() * observed.sum()
+    often = expected >= 5
+    rest = [observed[~often].sum()], [expected[~often].sum()]
+    if rest[1][0] < 5:
+        often[np.unravel_index(np.argmin(np.where(often, expected, np.inf)), often.shape)] = False
+        rest = [observed[~often].sum()], [expected[~often].sum()]
+    return float(chisquare(np.append(observed[often], rest[0]), np.append(expected[often], rest[1])).pvalue)
+
+
+@pytest.mark.parametrize("engine", ["dspine", "dflash"], indirect=True)
+def test_the_engine_samples_the_targets_distribution(engine: Engine, model: PreTrainedModel) -> None:
+    counts, accepted = sampled(engine, CASES, TRIALS)
+    assert accepted > TRIALS, "nearly nothing was accepted, so speculation was not tested"
+    assert {name: p_value(counts[name], exact(model, params)) > 1e-3 for name, params in CASES.items()} == dict.fromkeys(
+        CASES, True
+    )
+
+
+def residual_without_q(p: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    return p
+
+
+def acceptance_of_too_much(p_drafted: Tensor, q_drafted: Tensor) -> Tensor:
+    return (1.5 * p_drafted / q_drafted).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("engine", ["dspine"], indirect=True)
+@pytest.mark.parametrize("broken", [residual_without_q, acceptance_of_too_much])
+def test_a_broken_verifier_is_seen(
+    broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, engine: Engine, model: PreTrainedModel
+) -> None:
+    monkeypatch.setattr(verify, broken.__name__.split("_")[0], broken)
+    counts, _ = sampled(engine, {"temperature": CASES["temperature"]}, 2 * TRIALS)
+    assert p_value(counts["temperature"], exact(model, CASES["temperature"])) < 1e-4
