@@ -1,0 +1,132 @@
+"""New drafters for every kind of target, and the start from the target's own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspine.drafters.backbone import ContextBatch
+from dspine.drafters.config import default_layer_ids
+from dspine.errors import UserError
+from dspine.targets.model import Target
+from dspine.training.recipe import Recipe
+from dspine.training.warm_start import new_drafter
+
+
+def recipe(drafter: str = "dspine", **model: Any) -> Recipe:
+    shape = {
+        "mask_token_id": 2,
+        "num_layers": 2,
+        "block_size": 4,
+        "taps": 2,
+        "transfer_rank": 8,
+        "message_width": 4,
+        "num_candidates": 3,
+    }
+    return Recipe.model_validate(
+        {"target": "tiny", "drafter": drafter, "model": {**shape, **model}, "data": {"answers": ["x"]}, "seed": 3}
+    )
+
+
+@pytest.mark.parametrize("drafter", ["dspine", "dflash"])
+def test_a_drafter_for_every_family(make_target: Any, family: str, drafter: str) -> None:
+    target = make_target(family)
+    made = new_drafter(recipe(drafter), target, None)
+    config = made.config
+    config.check(target)
+    assert config.hidden_size == target.hidden_size
+    assert config.target_layer_ids == default_layer_ids(target.num_layers, 2)
+    assert config.rope_theta > 0
+    with torch.inference_mode():
+        runner = made.runner(target)
+        cache = runner.new_cache(1, 16)
+        features = target.forward(torch.tensor([[5, 6, 7]]), target.new_cache(1, 3), config.target_layer_ids).features
+        assert features is not None
+        runner.extend(features, cache)
+        cache.lengths += 3
+        tokens = runner.propose(torch.tensor([8]), cache, 3, torch.zeros(1), None).tokens
+    assert tokens.shape == (1, 3)
+
+
+def test_shape_is_the_targets(make_target: Any) -> None:
+    config = new_drafter(recipe(num_layers=1, attention="causal"), make_target("qwen3"), torch.arange(50)).config
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size) == (4, 2, 16, 48)
+    assert (config.num_layers, config.block_size, config.draft_vocab_size) == (1, 4, 50)
+    assert config.target.model_type == "qwen3"
+
+
+def test_same_seed_same_drafter(tiny_target: Target) -> None:
+    first, second = (new_drafter(recipe(), tiny_target, None).state_dict() for _ in range(2))
+    other = new_drafter(recipe().model_copy(update={"seed": 4}), tiny_target, None).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["backbone.fc.weight"], other["backbone.fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"transfer_rank": 33}, "transfer_rank = 33 exceeds hidden_size = 32"),
+        ({"mask_token_id": 260}, "mask_token_id = 260, but tiny-llama's last token id is 259"),
+        ({"num_candidates": 300}, "num_candidates = 300"),
+        ({"attention": "bidirectional"}, "attention = bidirectional is not a dspine drafter's"),
+        ({"start": "target_layers"}, "start: target_layers needs qk_norm: False, as tiny-llama has it"),
+        ({"start": "target_layers", "qk_norm": False, "num_layers": 4}, "cannot fill 4 layers from tiny-llama's 3"),
+    ],
+)
+def test_recipe_that_does_not_fit_the_target(tiny_target: Target, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        new_drafter(recipe(**change), tiny_target, None)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gpt2"])
+def test_layers_of_another_kind_are_not_copied(make_target: Any, family: str) -> None:
+    with pytest.raises(
+        UserError, match=f"start: target_layers fits .*qwen3 models, tiny-{family} is a {family}; use start: random"
+    ):
+        new_drafter(recipe(start="target_layers", qk_norm=False), make_target(family), None)
+
+
+@pytest.mark.parametrize(("family", "qk_norm"), [("llama", False), ("mistral", False), ("qwen3", True)])
+def test_copied_layers_are_the_targets(make_target: Any, family: str, qk_norm: bool) -> None:
+    """With all layers copied, a causal block without context is the target itself on the block's tokens."""
+    target = make_target(family)
+    backbone = new_drafter(recipe(start="target_layers", qk_norm=qk_norm, num_layers=3), target, None).backbone
+    tokens = torch.tensor([[9, 40, 7, 123, 55, 8]])
+    context = ContextBatch(
+        features=torch.randn(2, 2 * target.hidden_size),
+        positions=torch.arange(2),
+        sequences=torch.zeros(2).long(),
+        anchors=torch.tensor([0]),
+    )
+    with torch.inference_mode():
+        expected = target.forward(tokens, target.new_cache(1, 6)).hidden
+        got = backbone.norm(backbone(target.embed(tokens), context))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copied_last_layers_and_the_deepest_tap(tiny_target: Target, make_model: Any) -> None:
+    backbone = new_drafter(recipe(start="target_layers", qk_norm=False), tiny_target, None).backbone
+    state = make_model("llama").state_dict()
+    for mine, theirs in ((0, 1), (1, 2)):  # two of three layers: the last two
+        for name, parameter in backbone.layers[mine].named_parameters():
+            assert torch.equal(parameter, state[f"model.layers.{theirs}.{name}"]), name
+    assert torch.equal(backbone.norm.weight, state["model.norm.weight"])
+    norms = [state[f"model.layers.{i}.input_layernorm.weight"] for i in (1, 2)]
+    torch.testing.assert_close(backbone.hidden_norm.weight.detach(), (norms[0] + norms[1]) / 2)
+    taps: Tensor = torch.randn(5, 64)
+    torch.testing.assert_close(backbone.fc(taps), taps[:, 32:])
+
+
+def test_copies_are_not_shared(tiny_target: Target) -> None:
+    model = tiny_target.model
+    before = model.state_dict()["model.layers.2.mlp.up_proj.weight"].clone()
+    drafter = new_drafter(recipe(start="target_layers", qk_norm=False), tiny_target, None)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.zero_()
+    assert torch.equal(model.state_dict()["model.layers.2.mlp.up_proj.weight"], before)
