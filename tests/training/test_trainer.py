@@ -188,7 +188,7 @@ def test_two_processes_are_one(tmp_path: Path, micro_batch: str) -> None:
             )
         )
     try:
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

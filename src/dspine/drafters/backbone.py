@@ -1,4 +1,4 @@
-"""The trainable block backbone that the drafters share (dspine.md section 3), in plain PyTorch.
+"""The trainable block backbone that the drafters share (specification, section 3), in plain PyTorch.
 
 Queries come from the block; keys and values are the layer's own projection of [fused context; normed block]. Training
 runs a anchors of a packed batch of s context tokens at once. Parameter names are those of DFlash checkpoints.

@@ -36,6 +36,7 @@ def save_drafter(drafter: BlockDrafter, folder: Path, dtype: torch.dtype = torch
         raise UserError(f"cannot write the checkpoint {folder} ({error})") from error
     try:
         save_file(state, work / WEIGHTS, {"format": "pt"})
+        (work / WEIGHTS).chmod(0o644)  # safetensors creates it for the owner alone
         (work / "config.json").write_text(drafter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         replace_folder(work, folder)
     except BaseException as error:
@@ -94,9 +95,14 @@ def shipped_folder() -> Path:
 
 
 def shipped_for(target: Target, drafter: str) -> Path | None:
-    """The shipped checkpoint of a drafter for `target`, by the target's name; None where there is none."""
-    folder = shipped_folder() / f"{target.name.replace('/', '--')}-{drafter}"
-    return folder if (folder / "config.json").is_file() else None
+    """The shipped checkpoint of a drafter that fits `target`, whatever name it was loaded by; None where there is none."""
+    for folder in sorted(shipped_folder().glob(f"*-{drafter}")):
+        if not (folder / "config.json").is_file():
+            continue
+        config = DrafterConfig.read(folder)
+        if config.drafter == drafter and config.target.mismatch(target) is None:
+            return folder
+    return None
 
 
 def resolve(name: str, target: Target) -> Path:

@@ -45,8 +45,8 @@ class TargetFacts(BaseModel):
             head_norms=[round(float(n), 5) for n in target.head_weight[rows.to(target.device)].float().norm(dim=-1)],
         )
 
-    def check(self, target: Target) -> None:
-        """Raise UserError naming both values of the first property in which `target` differs."""
+    def mismatch(self, target: Target) -> tuple[str, object, object] | None:
+        """The first property in which `target` differs, with our value and its; None where it fits."""
         actual = TargetFacts.of(target)
         for field in type(self).model_fields:
             ours, theirs = getattr(self, field), getattr(actual, field)
@@ -56,6 +56,14 @@ class TargetFacts(BaseModel):
                 continue
             if isinstance(ours, float) and abs(ours - theirs) <= 1e-6 * abs(ours):
                 continue
+            return field, ours, theirs
+        return None
+
+    def check(self, target: Target) -> None:
+        """Raise UserError naming both values of the first property in which `target` differs."""
+        found = self.mismatch(target)
+        if found is not None:
+            field, ours, theirs = found
             raise UserError(
                 f"this drafter was trained for {self.name} with {field} = {ours}, but {target.name} has {field} = {theirs}; "
                 "use the drafter's own target, or train a drafter for this one"
@@ -63,7 +71,7 @@ class TargetFacts(BaseModel):
 
 
 class DrafterConfig(BaseModel):
-    """Shape and conventions of a block drafter (dspine.md sections 2-6). Defaults are the paper's at Qwen3-8B."""
+    """Shape and conventions of a block drafter (specification, sections 2-6). Defaults are the paper's at Qwen3-8B."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -141,7 +149,7 @@ class DrafterConfig(BaseModel):
 
 
 def default_layer_ids(num_target_layers: int, taps: int = 5) -> tuple[int, ...]:
-    """ids = round(1 + k (N - 4) / (L - 1)), k = 0..L-1 (dspine.md section 2)."""
+    """ids = round(1 + k (N - 4) / (L - 1)), k = 0..L-1 (specification, section 2)."""
     if taps == 1:
         return (num_target_layers - 3,)
     return tuple(round(1 + k * (num_target_layers - 4) / (taps - 1)) for k in range(taps))

@@ -1,4 +1,4 @@
-"""Adjacent causal injection (DSpine section 5): after each layer, every slot hears what its left neighbour predicts.
+"""Adjacent causal injection (specification, section 5): after each layer, every slot hears what its left neighbour predicts.
 
     z_t = sqrt(r) normalize(R_l u_t)                          readout, norm in fp32
     g   = sigmoid(Gq z_t + Gp z_{t-1} + b);   m = A z_{t-1}

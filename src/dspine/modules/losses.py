@@ -1,4 +1,4 @@
-"""The distribution losses of a drafted block (dspine.md section 7), as pure functions with bounded memory.
+"""The distribution losses of a drafted block (specification, section 7), as pure functions with bounded memory.
 
     ce_i = -log q_i(y_i),   l1_i = |q_i - p_i|_1,   loss = sum_i w_i [alpha ce_i + (1 - alpha) l1_i] / sum_i w_i
 

@@ -1,4 +1,4 @@
-"""From a drafter's scores to a chain of candidates: pure walks over tables, no matrix products (dspine.md section 6).
+"""From a drafter's scores to a chain of candidates: pure walks over tables, no matrix products (specification, section 6).
 
 Shapes: b rows, m candidate slots, k candidates per slot, v draft vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The space in which draft slots tell their neighbours what they predict (DSpine section 4), built from the LM head.
+"""The space in which draft slots tell their neighbours what they predict (specification, section 4), built from the LM head.
 
 With e_v = E_v / |E_v|, mu their mean and G = sum_v (e_v - mu)(e_v - mu)^T = P Lambda P^T + (discarded directions):
 

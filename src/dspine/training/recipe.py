@@ -1,4 +1,4 @@
-"""A training run as one typed, validated YAML file. Defaults are the paper's recipe (dspine.md section 7)."""
+"""A training run as one typed, validated YAML file. Defaults are the paper's recipe (specification, section 7)."""
 
 from __future__ import annotations
 

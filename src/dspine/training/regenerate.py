@@ -1,4 +1,4 @@
-"""The target answers prompts: training data in the target's own words (dspine.md section 7).
+"""The target answers prompts: training data in the target's own words (specification, section 7).
 
 Answers go to a journal beside the output in the order they finish; at the end the output is written in the prompts' order.
 A run that was stopped, or one with more prompts, continues from both files.

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Everything the README and the model cards say about the shipped drafters, measured again.
+#
+#   benchmarks/shipped.sh PROMPT_FOLDER RESULT_FOLDER [speed|acceptance|batch ...]
+#
+# PROMPT_FOLDER holds gsm8k.jsonl, humaneval.jsonl and mt-bench.jsonl, one {"turns": ["..."]} a line. About half an hour on
+# two idle cores; run it with nothing else on the machine. A result that is there already is not measured again.
+set -euo pipefail
+[ $# -ge 2 ] || { sed -n '2,8p' "$0"; exit 2; }
+prompts=$1 results=$2
+shift 2
+parts=${*:-speed acceptance batch}
+dspine=${DSPINE:-dspine}
+mkdir -p "$results"
+
+keep() { # keep NAME COMMAND...: the command's last line of output becomes RESULT_FOLDER/NAME.json
+    local file=$results/$1.json
+    shift
+    [ -s "$file" ] && return
+    "$@" | tee /dev/stderr | tail -n 1 >"$file.tmp"
+    mv "$file.tmp" "$file"
+}
+
+for part in $parts; do
+    case $part in
+    speed)
+        keep speed-gsm8k-dspine $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160
+        keep speed-gsm8k-dflash $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 20 --max-new-tokens 160 --drafter dflash
+        keep speed-gsm8k-reference $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 12 --max-new-tokens 160 --reference
+        ;;
+    acceptance)
+        for benchmark in gsm8k humaneval mt-bench; do
+            for drafter in dspine dflash; do
+                for temperature in 0 1; do
+                    name=acceptance-$benchmark-$drafter-t$temperature
+                    [ -s "$results/$name.json" ] || $dspine eval acceptance --prompts "$prompts/$benchmark.jsonl" --limit 40 \
+                        --max-new-tokens 160 --drafter "$drafter" --temperature "$temperature" --seed 0 --width 8 \
+                        --output "$results/$name.json"
+                done
+            done
+        done
+        ;;
+    batch)
+        keep batch-32 $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 32 --batch 32 --max-new-tokens 64
+        ;;
+    *)
+        echo "unknown part: $part (speed, acceptance, batch)" >&2
+        exit 2
+        ;;
+    esac
+done

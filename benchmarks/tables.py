@@ -1,0 +1,66 @@
+"""The Markdown tables of README and model cards, from a folder of results that `benchmarks/shipped.sh` wrote.
+
+python benchmarks/tables.py benchmarks/results/2026-11-30
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}
+
+
+def read(folder: Path, name: str) -> dict[str, Any] | None:
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def acceptance_table(folder: Path) -> list[str]:
+    """tau with its 95 % interval over prompts, for both drafters and temperatures."""
+    rows = ["| benchmark (first 40 prompts) | T | DFlash | DSpine | gain |", "| --- | --- | --- | --- | --- |"]
+    for benchmark, title in BENCHMARKS.items():
+        for temperature in (0, 1):
+            dflash, dspine = (read(folder, f"acceptance-{benchmark}-{name}-t{temperature}") for name in ("dflash", "dspine"))
+            if dflash is None or dspine is None:
+                continue
+            cells = [
+                f"{r['acceptance_length']:.2f} ({r['acceptance_length_ci95'][0]:.2f} to {r['acceptance_length_ci95'][1]:.2f})"
+                for r in (dflash, dspine)
+            ]
+            gain = dspine["acceptance_length"] / dflash["acceptance_length"] - 1
+            rows.append(f"| {title} | {temperature} | {cells[0]} | {cells[1]} | {gain:+.0%} |")
+    return rows
+
+
+def speed_table(folder: Path) -> list[str]:
+    """Tokens per second of each way of decoding, greedy, and what a round consists of."""
+    rows = [
+        "| drafter, prompts | tau | plain tok/s | drafted tok/s | speed-up | identical | draft share |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in ("dspine", "dflash"):
+        r = read(folder, f"speed-gsm8k-{name}")
+        if r is not None:
+            rows.append(
+                f"| {name}, {r['prompts']} of GSM8K | {r['acceptance_length']:.2f} | {r['plain_tok_per_s']:.1f} | {r['spec_tok_per_s']:.1f} | "
+                f"{r['speedup']:.2f}x | {'yes' if r['identical'] else 'no'} | {r['draft_share']:.0%} |"
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    folder = parser.parse_args().results
+    print("\n".join([*speed_table(folder), "", *acceptance_table(folder)]))
+    for name in ("speed-gsm8k-reference", "batch-32"):
+        result = read(folder, name)
+        if result is not None:
+            print(f"\n{name}: {json.dumps(result)}")
+
+
+if __name__ == "__main__":
+    main()
