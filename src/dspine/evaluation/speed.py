@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn import functional as F
 
 from dspine.api import LLM, GenerationResult
 from dspine.decoding.engine import Engine
@@ -204,7 +204,7 @@ def _speed_report(
 
 
 def product_share(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> float | None:
-    """Share of the rounds' wall time spent in products with the weights of target and drafter (their heads included).
+    """Share of the rounds' wall time spent in matrix products of target and drafter, heads and attention included.
 
     None where it cannot be told: on a GPU products run behind the clock's back, and an answer may end in the prefill.
     """
@@ -224,21 +224,27 @@ def product_share(engine: Engine, prompts: Sequence[list[int]], params: Sampling
 
 @contextmanager
 def _timed_products() -> Iterator[list[float]]:
-    """Collect the seconds of every `PackedLinear` call."""
+    """Collect the seconds of every product with weights (`PackedLinear`), attention and transition cache (`matmul`)."""
     seconds: list[float] = []
-    original = PackedLinear.__call__
 
-    def timed(self: PackedLinear, x: Tensor, add: Tensor | None = None) -> Tensor:
-        started = time.perf_counter()
-        y = original(self, x, add)
-        seconds.append(time.perf_counter() - started)
-        return y
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*arguments, **options)
+            seconds.append(time.perf_counter() - started)
+            return result
 
-    PackedLinear.__call__ = timed  # type: ignore[method-assign]
+        return wrapped
+
+    places: list[tuple[Any, str]] = [(PackedLinear, "__call__"), (F, "scaled_dot_product_attention"), (torch, "matmul")]
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals, strict=True):
+        setattr(owner, name, timed(original))
     try:
         yield seconds
     finally:
-        PackedLinear.__call__ = original  # type: ignore[method-assign]
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def _add_reference(

@@ -133,7 +133,8 @@ class DecoderStack:
         self.rope.apply_(qkv[:, :, : h + k], factors)
         keys, values = cache.store(i, qkv[:, :, h:], index)
         # The g query heads of one key/value head become g * n queries of it: nothing is repeated.
-        q = qkv[:, :, :h].unflatten(2, (k, spec.groups)).permute(0, 2, 3, 1, 4).reshape(b, k, spec.groups * n, spec.head_dim)
+        q = qkv[:, :, :h].view(b, n, k, spec.groups, spec.head_dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(b, k, spec.groups * n, spec.head_dim)
         out = self._attend(q, keys, values, mask)
         out = out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
         if layer.post_attention_norm is None:
@@ -159,4 +160,4 @@ class DecoderStack:
         return x + self._norm(layer.down(inner), layer.post_mlp_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.norm_eps)
+        return torch.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.norm_eps)
