@@ -25,8 +25,8 @@ for part in $parts; do
     case $part in
     speed)
         keep speed-gsm8k-dspine $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160
-        keep speed-gsm8k-dflash $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 20 --max-new-tokens 160 --drafter dflash
-        keep speed-gsm8k-reference $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 12 --max-new-tokens 160 --reference
+        keep speed-gsm8k-dflash $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 6 --max-new-tokens 160 --drafter dflash
+        keep speed-gsm8k-reference $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 4 --max-new-tokens 160 --reference
         ;;
     acceptance)
         for benchmark in gsm8k humaneval mt-bench; do
