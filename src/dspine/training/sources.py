@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dspine.targets.model import Target
+from dspine.training.corpus import Answer
 from dspine.training.features import AnswerFeatures, FeatureStore
-
-
-class AnswerLike(Protocol):
-    """An answered prompt as `training.corpus` loads it."""
-
-    @property
-    def ref(self) -> tuple[str, int]: ...
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def prompt_length(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class OnlineFeatures:
     """One target forward per use: nothing on disk, for targets whose features would not fit there."""
 
-    answers: Sequence[AnswerLike]
+    answers: Sequence[Answer]
     target: Target
     layer_ids: tuple[int, ...]
     max_length: int
@@ -53,13 +42,13 @@ def target_states(target: Target, ids: Tensor, layer_ids: tuple[int, ...]) -> tu
 
 
 def fill_store(
-    store: FeatureStore, answers: Sequence[AnswerLike], target: Target, layer_ids: tuple[int, ...], max_length: int,
+    store: FeatureStore, answers: Sequence[Answer], target: Target, layer_ids: tuple[int, ...], max_length: int,
     on_answer: Callable[[], None],
 ) -> None:  # fmt: skip
     """Compute what the store lacks, in the answers' order; a killed fill goes on where it was."""
     have = {tuple(entry["ref"]) for entry in store.entries}
     for answer in answers:
-        if tuple(answer.ref) not in have:
+        if answer.ref not in have:
             ids = answer.ids[:max_length]
             features, hidden = target_states(target, torch.tensor(ids[:-1]), layer_ids)
             store.append({"ref": list(answer.ref), "p": answer.prompt_length, "ids": ids}, features, hidden)
@@ -69,10 +58,10 @@ def fill_store(
 class StoredFeatures:
     """The answers' features from a filled store, in the answers' order (a store may hold more than one run needs)."""
 
-    def __init__(self, store: FeatureStore, answers: Sequence[AnswerLike]) -> None:
+    def __init__(self, store: FeatureStore, answers: Sequence[Answer]) -> None:
         self.store = store
         places = {tuple(entry["ref"]): i for i, entry in enumerate(store.entries)}
-        self.places = [places[tuple(answer.ref)] for answer in answers]
+        self.places = [places[answer.ref] for answer in answers]
 
     def __len__(self) -> int:
         return len(self.places)
