@@ -93,18 +93,39 @@ def test_many_anchors_of_one_sequence(tiny_target: Target, make_drafter: Any, mo
     together = backbone(block, context(anchors))
     alone = torch.cat([backbone(block[i : i + 1], context(anchors[i : i + 1])) for i in range(5)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(backbone_module, "_ANCHORS_PER_ATTENTION", 2)
+    monkeypatch.setattr(backbone_module, "_ANCHORS_PER_PART", 2)
     torch.testing.assert_close(backbone(block, context(anchors)), alone, rtol=1e-4, atol=1e-5)
 
 
-def test_visible_context() -> None:
+def test_attention_parts_hold_one_sequence_each() -> None:
     context = ContextBatch(
         features=torch.zeros(7, 1),
         positions=torch.tensor([0, 1, 2, 3, 0, 1, 2]),
         sequences=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
         anchors=torch.tensor([3, 4, 6]),
     )
-    assert context.visible().int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0]]
+    first, second = context.parts(2, causal=True, dtype=torch.float32)
+    assert (first.blocks, first.context) == (slice(0, 1), slice(0, 3))
+    assert (second.blocks, second.context) == (slice(1, 3), slice(4, 6))
+    assert first.mask.exp().int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert second.mask.exp().int().tolist() == [
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]
+
+
+def test_products_and_the_fused_kernel_attend_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, n, 8, generator=generator, requires_grad=True) for n in (6, 9, 9)]
+    mask = torch.zeros(6, 9).masked_fill_(torch.rand(6, 9, generator=generator) < 0.3, float("-inf"))
+    out = backbone_module.attend(inputs[0], inputs[1], inputs[2], mask)
+    q, k, v = (x[None] for x in inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])[0]
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn(out.shape, generator=generator)
+    torch.testing.assert_close(torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, inputs, weights))
 
 
 def test_features_at_and_after_the_anchor_are_not_used(tiny_target: Target, make_drafter: Any, make_situation: Any) -> None:

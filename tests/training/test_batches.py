@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dspine.training.batches import ANSWERS, HELD_OUT, ORDER, build_batch, step_generator, step_order, to_device
+from dspine.training.batches import ANSWERS, HELD_OUT, ORDER, build_batch, held_out_split, step_generator, step_order, to_device
 from dspine.training.features import AnswerFeatures
 
 
@@ -86,6 +86,16 @@ def test_an_epoch_is_a_permutation() -> None:
             assert max(Counter(seen).values()) == 1
             assert len(seen) == steps * per_step
         assert epochs[0] != epochs[1]
+
+
+def test_a_grown_corpus_holds_out_nothing_it_trained_on() -> None:
+    prompts = [[i, 7 * i % 11, 3] for i in range(60)]
+    held_out, training = held_out_split(prompts[:40], 6)
+    assert sorted(held_out + training) == list(range(40))
+    assert len(held_out) == 6
+    grown, _ = held_out_split(prompts, 6)
+    assert not set(grown) & set(training)
+    assert held_out_split(prompts[::-1], 6)[0] == sorted(59 - i for i in grown)  # whatever the order
 
 
 def test_order_depends_on_seed_and_step_only() -> None:

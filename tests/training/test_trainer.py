@@ -25,7 +25,7 @@ from dspine.training.features import AnswerFeatures
 from dspine.training.trainer import HeldOut, Trainer, held_out_result
 
 from . import toy
-from .toy import toy_answers, toy_recipe, toy_target, toy_trainer
+from .toy import ToyAnswers, toy_answers, toy_recipe, toy_target, toy_trainer
 
 KINDS = pytest.mark.parametrize("drafter", ["dspine", "dflash"])
 
@@ -206,7 +206,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 
 
 def test_answers_without_a_response_do_not_stop_a_step(tmp_path: Path) -> None:
-    answers = [AnswerFeatures(a.tokens, 999, a.features, a.teacher) for a in toy_answers(toy_target())]
+    answers = ToyAnswers(AnswerFeatures(a.tokens, 999, a.features, a.teacher) for a in toy_answers(toy_target()))
     for size in (0, 1):
         trainer = toy_trainer(tmp_path, toy_recipe(optimiser={"micro_batch": size}), answers)
         before = parameters(trainer)
@@ -218,10 +218,10 @@ def test_answers_without_a_response_do_not_stop_a_step(tmp_path: Path) -> None:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-class Watched(list[AnswerFeatures]):
+class Watched(ToyAnswers):
     """A source that remembers what was read."""
 
-    def __init__(self, answers: list[AnswerFeatures]) -> None:
+    def __init__(self, answers: ToyAnswers) -> None:
         super().__init__(answers)
         self.read: list[int] = []
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from dspine.drafters.backbone import ContextBatch
+from dspine.drafters.checkpoint import save_drafter
 from dspine.drafters.config import default_layer_ids
 from dspine.errors import UserError
 from dspine.targets.model import Target
@@ -130,3 +133,30 @@ def test_copies_are_not_shared(tiny_target: Target) -> None:
         for parameter in drafter.parameters():
             parameter.zero_()
     assert torch.equal(model.state_dict()["model.layers.2.mlp.up_proj.weight"], before)
+
+
+def test_going_on_from_a_checkpoint(tiny_target: Target, tmp_path: Path) -> None:
+    first = new_drafter(recipe(draft_vocab_size=8), tiny_target, torch.arange(8))
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.normal_()
+    save_drafter(first, tmp_path / "first")
+    start = {"start": "checkpoint", "checkpoint": str(tmp_path / "first")}
+    second = new_drafter(recipe(**start), tiny_target, torch.arange(20, 50))
+    for (name, ours), theirs in zip(second.named_parameters(), first.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.requires_grad
+    assert second.draft_ids.tolist() == list(range(20, 50))
+
+
+def test_a_checkpoint_of_another_shape_is_no_start(tiny_target: Target, tmp_path: Path) -> None:
+    save_drafter(new_drafter(recipe(), tiny_target, None), tmp_path / "first")
+    changed = recipe(start="checkpoint", checkpoint=str(tmp_path / "first"), num_layers=3)
+    with pytest.raises(UserError, match=r"num_layers = 2, the recipe 3"):
+        new_drafter(changed, tiny_target, None)
+
+
+@pytest.mark.parametrize("model", [{"start": "checkpoint"}, {"checkpoint": "x"}])
+def test_start_and_checkpoint_belong_together(model: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="belong together"):
+        recipe(**model)

@@ -43,9 +43,17 @@ def toy_target() -> Target:
     return cast(Target, stub)
 
 
-def toy_answers(target: Target, count: int = 16) -> list[AnswerFeatures]:
+class ToyAnswers(list[AnswerFeatures]):
+    """Answers that say what was asked, as a trainer's source does."""
+
+    def prompt(self, index: int) -> list[int]:
+        answer = list.__getitem__(self, index)
+        return [index, *answer.tokens[: answer.prompt_length].tolist()]
+
+
+def toy_answers(target: Target, count: int = 16) -> ToyAnswers:
     """Sequences of unlike lengths; the teacher's state at a token points at its successor."""
-    answers = []
+    answers = ToyAnswers()
     for number in range(count):
         n, prompt_length = 9 + (5 * number) % 11, 3 + number % 3
         ids = [2 + number % (VOCAB - 2)]
@@ -81,7 +89,7 @@ def toy_recipe(drafter: str = "dspine", **sections: dict[str, Any] | str | int) 
     return Recipe.model_validate({"target": "toy", "drafter": drafter, **defaults})
 
 
-def toy_trainer(folder: Path, recipe: Recipe | None = None, answers: list[AnswerFeatures] | None = None) -> Trainer:
+def toy_trainer(folder: Path, recipe: Recipe | None = None, answers: ToyAnswers | None = None) -> Trainer:
     recipe, target = recipe or toy_recipe(), toy_target()
     return Trainer(recipe, target, new_drafter(recipe, target, None), answers or toy_answers(target), folder)
 

@@ -17,22 +17,48 @@ from torch.nn import functional as F
 
 from dspine.drafters.config import DrafterConfig
 
-_ANCHORS_PER_ATTENTION = 64  # block keys of one call grow with its anchors; 64 keep them below a long context's
+_ANCHORS_PER_PART = 64  # block keys of one attention call grow with its anchors; 64 keep them below a long context's
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Blocks of one sequence that attend together: `blocks` of the anchors, `context` of the context tokens that any of
+    them may see, and the additive `mask` [a' * B, s' + a' * B] over [context; these blocks' own slots]."""
+
+    blocks: slice
+    context: slice
+    mask: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBatch:
-    """Context tokens of one or more sequences, laid end to end, and the blocks to draft inside them."""
+    """Context tokens of one or more sequences, laid end to end, and the blocks to draft inside them, in their order."""
 
     features: Tensor  # [s, taps * d]
     positions: Tensor  # [s] position inside the own sequence
     sequences: Tensor  # [s] which sequence
     anchors: Tensor  # [a] index into s; a block sees the context strictly before its anchor
 
-    def visible(self) -> Tensor:
-        """Boolean [a, s]: context that each block may attend to."""
-        order = torch.arange(self.features.shape[0], device=self.features.device)
-        return (self.sequences[self.anchors][:, None] == self.sequences) & (order < self.anchors[:, None])
+    def parts(self, slots: int, causal: bool, dtype: torch.dtype) -> list[AttentionPart]:
+        """The attention calls of blocks of `slots` slots: no sequence pays for another's context in its pack."""
+        sequences, positions, anchors = self.sequences[self.anchors], self.positions[self.anchors], self.anchors
+        starts, ends = (anchors - positions).tolist(), anchors.tolist()
+        counts = sequences.unique_consecutive(return_counts=True)[1].tolist()
+        inside = torch.ones(slots, slots, dtype=torch.bool, device=anchors.device)
+        inside = inside.tril() if causal else inside
+        parts, first = [], 0
+        for count in counts:
+            for i in range(first, first + count, _ANCHORS_PER_PART):
+                blocks = slice(i, min(i + _ANCHORS_PER_PART, first + count))
+                context = slice(starts[i], max(ends[blocks]))
+                order = torch.arange(context.start, context.stop, device=anchors.device)
+                visible = (order < anchors[blocks, None]).repeat_interleave(slots, 0)
+                own = torch.block_diag(*[inside] * (blocks.stop - blocks.start))
+                seen = torch.cat((visible, own.bool()), 1)
+                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+                parts.append(AttentionPart(blocks, context, mask))
+            first += count
+        return parts
 
 
 class RMSNorm(nn.Module):
@@ -43,6 +69,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,7 +85,6 @@ class DraftAttention(nn.Module):
         super().__init__()
         d, e = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, e
-        self.causal = config.attention == "causal"
         self.q_proj = nn.Linear(d, self.heads * e, bias=False)
         self.k_proj = nn.Linear(d, self.kv_heads * e, bias=False)
         self.v_proj = nn.Linear(d, self.kv_heads * e, bias=False)
@@ -68,42 +96,36 @@ class DraftAttention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
         return rotate(k, cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
 
-    def forward(
-        self, x: Tensor, fused: Tensor, visible: Tensor, block_rope: tuple[Tensor, Tensor], context_rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """x [a, B, d] (normed block), fused [s, d], visible [a, s] -> [a, B, d]."""
+    def forward(self, x: Tensor, fused: Tensor, parts: list[AttentionPart], block_rope: Rotary, context_rope: Rotary) -> Tensor:
+        """x [a, B, d] (normed block), fused [s, d] -> [a, B, d]."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))), *block_rope)
         k, v = self.keys_values(x, *block_rope)
         context_k, context_v = self.keys_values(fused, *context_rope)
-        parts = [
-            self._attend(
-                q[i : i + _ANCHORS_PER_ATTENTION],
-                k[i : i + _ANCHORS_PER_ATTENTION],
-                v[i : i + _ANCHORS_PER_ATTENTION],
-                context_k,
-                context_v,
-                visible[i : i + _ANCHORS_PER_ATTENTION],
-            )
-            for i in range(0, x.shape[0], _ANCHORS_PER_ATTENTION)
+        out = [
+            self._attend(q[p.blocks], k[p.blocks], v[p.blocks], context_k[p.context], context_v[p.context], p.mask) for p in parts
         ]
-        return self.o_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
+        return self.o_proj(torch.cat(out) if len(out) > 1 else out[0])
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, visible: Tensor) -> Tensor:
-        """One attention call over [context; all these blocks' own slots], other blocks' slots masked."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor) -> Tensor:
+        """One attention call of blocks q [a', B, h, e] over [context; all these blocks' own slots]."""
         a, slots, _, e = q.shape
         groups = self.heads // self.kv_heads
-        keys = torch.cat((context_k, k.flatten(0, 1))).transpose(0, 1)  # [k, s + a * B, e]
+        keys = torch.cat((context_k, k.flatten(0, 1))).transpose(0, 1)  # [k, s' + a' * B, e]
         values = torch.cat((context_v, v.flatten(0, 1))).transpose(0, 1)
         queries = q.unflatten(2, (self.kv_heads, groups)).permute(2, 3, 0, 1, 4).reshape(self.kv_heads, groups * a * slots, e)
-        inside = torch.ones(slots, slots, dtype=torch.bool, device=q.device)
-        inside = inside.tril() if self.causal else inside
-        own = torch.block_diag(*[inside] * a) if a > 1 else inside
-        mask = torch.cat((visible.repeat_interleave(slots, 0), own), 1)  # [a * B, s + a * B]
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-        out = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=bias.repeat(groups, 1)[None, None]
-        )[0]
+        out = attend(queries, keys, values, mask.repeat(groups, 1))
         return out.view(self.kv_heads, groups, a, slots, e).permute(2, 3, 0, 1, 4).reshape(a, slots, self.heads * e)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(e) + mask) v of queries [k, n, e], keys and values [k, m, e], mask [n, m].
+
+    On a CPU two plain products are twice as fast, gradients included, as its fused kernel at a drafter's sizes.
+    """
+    if queries.device.type != "cpu":
+        return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask[None, None])[0]
+    scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(-1, -2)) + mask
+    return torch.matmul(scores.softmax(-1), values)
 
 
 class DraftMLP(nn.Module):
@@ -125,10 +147,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
 
-    def forward(
-        self, x: Tensor, fused: Tensor, visible: Tensor, block_rope: tuple[Tensor, Tensor], context_rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), fused, visible, block_rope, context_rope)
+    def forward(self, x: Tensor, fused: Tensor, parts: list[AttentionPart], block_rope: Rotary, context_rope: Rotary) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), fused, parts, block_rope, context_rope)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -163,13 +183,13 @@ class Backbone(nn.Module):
         `after_layer(l, x)` may replace a layer's output, which is where DSpine injects.
         """
         fused = self.fuse(context.features)
-        visible = context.visible()
+        parts = context.parts(block.shape[1], self.config.attention == "causal", fused.dtype)
         slots = torch.arange(block.shape[1], device=block.device)
         block_rope = self._rope(context.positions[context.anchors][:, None] + slots, block.dtype)
         context_rope = self._rope(context.positions, block.dtype)
         x = block
         for i, layer in enumerate(self.layers):
-            x = layer(x, fused, visible, block_rope, context_rope)
+            x = layer(x, fused, parts, block_rope, context_rope)
             if after_layer is not None:
                 x = after_layer(i, x)
         return x

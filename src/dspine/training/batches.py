@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -11,12 +13,19 @@ from dspine.drafters.base import TrainingBatch
 from dspine.training.anchors import block_tokens, sample_anchors, supervised_prefix
 from dspine.training.features import AnswerFeatures
 
-ORDER, SPLIT, HELD_OUT, ANSWERS = 0, 1, 2, 16  # streams of random numbers; the j-th answer of a step has ANSWERS + j
+ORDER, HELD_OUT, ANSWERS = 0, 2, 16  # streams of random numbers; the j-th answer of a step has ANSWERS + j
 
 
 def step_generator(seed: int, step: int, stream: int) -> torch.Generator:
     """The random numbers of one step's `stream`, independent of every other step: what makes a resumed run bit-exact."""
     return torch.Generator().manual_seed(((seed * 1_000_003 + step) * 65_536 + stream) % 2**63)
+
+
+def held_out_split(prompts: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:
+    """Indices to hold out and to train on. Held out are the `count` prompts (token ids) of the smallest hashes, whatever else
+    there is: a prompt trained on does not become held out when the corpus grows, so a longer run may start from a shorter."""
+    order = sorted(range(len(prompts)), key=lambda i: hashlib.sha256(array("q", prompts[i]).tobytes()).digest())
+    return sorted(order[:count]), sorted(order[count:])
 
 
 def step_order(num_sequences: int, sequences_per_step: int, seed: int, step: int) -> list[int]:

@@ -29,7 +29,11 @@ class ModelSection(_Section):
     message_width: int = Field(512, ge=1)
     num_candidates: int = Field(16, ge=1)
     draft_vocab_size: int = Field(0, ge=0, description="propose only the N most frequent answer tokens; 0 = all")
-    start: Literal["random", "target_layers"] = Field("random", description="target_layers: copy the target's last layers")
+    start: Literal["random", "target_layers", "checkpoint"] = Field(
+        "random",
+        description="target_layers: copy the target's last layers; checkpoint: go on from `checkpoint`, say on more data",
+    )
+    checkpoint: str = Field("", description="draft checkpoint folder to start from; needs start: checkpoint")
 
 
 class LossSection(_Section):
@@ -80,6 +84,8 @@ class Recipe(_Section):
     def _check(self) -> Recipe:
         if self.data.features == "cache" and not self.data.cache:
             raise ValueError("features: cache needs data.cache, the folder to keep them in")
+        if (self.model.start == "checkpoint") != bool(self.model.checkpoint):
+            raise ValueError("model.start: checkpoint and model.checkpoint, the folder to start from, belong together")
         if self.loss.curriculum_end < self.loss.curriculum_hold:
             raise ValueError("loss.curriculum_end must not be before loss.curriculum_hold")
         return self

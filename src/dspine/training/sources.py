@@ -31,6 +31,9 @@ class OnlineFeatures:
         features, hidden = target_states(self.target, ids[:-1], self.layer_ids)
         return AnswerFeatures(ids, answer.prompt_length, features, hidden)
 
+    def prompt(self, index: int) -> Sequence[int]:
+        return self.answers[index].ids[: self.answers[index].prompt_length]
+
 
 def target_states(target: Target, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Tapped features [n, taps * d] and final-normed states [n, d] of one sequence of token ids [n]."""
@@ -62,9 +65,13 @@ class StoredFeatures:
         self.store = store
         places = {tuple(entry["ref"]): i for i, entry in enumerate(store.entries)}
         self.places = [places[answer.ref] for answer in answers]
+        self.answers = answers
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, index: int) -> AnswerFeatures:
         return self.store[self.places[index]]
+
+    def prompt(self, index: int) -> Sequence[int]:
+        return self.answers[index].ids[: self.answers[index].prompt_length]

@@ -24,7 +24,7 @@ from dspine.drafters.base import BlockDrafter, LossSettings, TrainingBatch, mean
 from dspine.errors import UserError
 from dspine.modules.losses import DraftHead
 from dspine.targets.model import Target
-from dspine.training.batches import ANSWERS, HELD_OUT, SPLIT, build_batch, step_generator, step_order, to_device
+from dspine.training.batches import ANSWERS, HELD_OUT, build_batch, held_out_split, step_generator, step_order, to_device
 from dspine.training.curriculum import alignment_weight, ce_fraction, learning_rate_scale, true_predecessor_probability
 from dspine.training.features import AnswerFeatures
 from dspine.training.recipe import Recipe
@@ -39,6 +39,8 @@ class AnswerSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> AnswerFeatures: ...
+
+    def prompt(self, index: int) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ class Trainer:
         self._in_parts = self._micro_batch < share
         if len(source) < data.held_out + per_step:
             raise UserError(f"{len(source)} answers are too few to hold out {data.held_out} and train in steps of {per_step}")
-        split = torch.randperm(len(source), generator=step_generator(recipe.seed, 0, SPLIT)).tolist()
-        self.held_out, self.training = split[: data.held_out], split[data.held_out :]
+        self.held_out, self.training = held_out_split([source.prompt(i) for i in range(len(source))], data.held_out)
         steps_per_epoch = len(self.training) // per_step
         self.total_steps = max(1, math.ceil(recipe.optimiser.epochs * steps_per_epoch))
         self.drafter = drafter.to(self.accelerator.device)

@@ -1,4 +1,4 @@
-"""Start a drafter from its target: a new drafter, and the small-budget start from the target's own last layers.
+"""Where a drafter starts: at random, at its target's own last layers (for small budgets), or at an earlier checkpoint.
 
 A drafter layer has a decoder layer's shape, so the target's last layers are a working start: context features come in
 where those layers' inputs came in (`fc` begins as the deepest tap), and the final norm is the target's.
@@ -6,6 +6,7 @@ where those layers' inputs came in (`fc` begins as the deepest tap), and the fin
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from dspine.drafters.base import BlockDrafter
+from dspine.drafters.checkpoint import load_drafter
 from dspine.drafters.config import DrafterConfig, TargetFacts, default_layer_ids
 from dspine.drafters.registry import drafter_class
 from dspine.errors import UserError
@@ -38,7 +40,34 @@ def new_drafter(recipe: Recipe, target: Target, draft_ids: Tensor | None) -> Blo
     drafter.initialise(target)
     if recipe.model.start == "target_layers":
         copy_target_layers(drafter, target)
+    elif recipe.model.start == "checkpoint":
+        copy_checkpoint(drafter, Path(recipe.model.checkpoint), target)
     return drafter
+
+
+_MAY_DIFFER = {"target", "draft_vocab_size", "num_candidates", "expected_acceptance", "thinking"}
+
+
+def copy_checkpoint(drafter: BlockDrafter, folder: Path, target: Target) -> None:
+    """Copy an earlier checkpoint's weights. The vocabulary to propose from stays `drafter`'s own, since its corpus chose it.
+
+    Raises UserError naming both values where the shapes or conventions differ.
+    """
+    start = load_drafter(folder, target)
+    theirs, ours = start.config.model_dump(exclude=_MAY_DIFFER), drafter.config.model_dump(exclude=_MAY_DIFFER)
+    for field, value in ours.items():
+        if theirs[field] != value:
+            raise UserError(
+                f"{folder} has {field} = {theirs[field]}, the recipe {value}; start from a checkpoint of the same shape"
+            )
+    state = {name: tensor for name, tensor in start.state_dict().items() if name != "draft_ids"}
+    try:
+        drafter.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise UserError(
+            f"{folder} has weights for a vocabulary of {start.config.draft_vocab_size or target.vocab_size}, the recipe for "
+            f"{drafter.config.draft_vocab_size or target.vocab_size}; start from a checkpoint of the same draft_vocab_size"
+        ) from error
 
 
 def _drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> DrafterConfig:
