@@ -132,11 +132,16 @@ def _build_drafter(
         "mask_token_id": 0,
         "attention": "bidirectional" if name == "dflash" else "causal",
         "num_layers": 2,
+        "qk_norm": False,
         "transfer_rank": 6,
         "message_width": 5,
         "num_candidates": 4,
-        "qk_norm": False,
+        **overrides,
     }
+    names = drafter_class(name).Options.model_fields
+    options = {field: shape.pop(field) for field in [*shape] if field in names}
+    for field in ("transfer_rank", "message_width", "num_candidates"):
+        shape.pop(field, None)  # not this drafter's
     drafter_config = DrafterConfig(
         drafter=name,
         target=TargetFacts.of(target),
@@ -148,7 +153,8 @@ def _build_drafter(
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=TargetFacts.of(target).rope_theta,
         draft_vocab_size=0 if draft_ids is None else len(draft_ids),
-        **{**shape, **overrides},
+        options=options,
+        **shape,
     )
     torch.manual_seed(seed)
     drafter = drafter_class(name)(drafter_config, draft_ids)

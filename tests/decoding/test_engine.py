@@ -47,8 +47,8 @@ class Oracle:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return self._runner.new_cache(rows, capacity)
 
-    def extend(self, features: Tensor, cache: KVCache) -> None:
-        self._runner.extend(features, cache)
+    def extend(self, features: Tensor, next_tokens: Tensor, cache: KVCache) -> None:
+        self._runner.extend(features, next_tokens, cache)
 
     def propose(
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
@@ -185,7 +185,8 @@ def test_caches_after_many_rounds_are_those_of_a_fresh_prefill(tiny_target: Targ
         fresh, fresh_draft = tiny_target.new_cache(1, 64), runner("dspine").new_cache(1, 64)
         features = tiny_target.forward(torch.tensor([committed]), fresh, runner("dspine").config.target_layer_ids).features
         assert features is not None
-        runner("dspine").extend(features, fresh_draft)
+        following = torch.tensor([[*committed[1:], request.output_ids[-1]]])
+        runner("dspine").extend(features, following, fresh_draft)
         for ours, theirs in ((engine._cache, fresh), (engine._draft_cache, fresh_draft)):
             for mine, other in zip(ours.data, theirs.data, strict=True):
                 torch.testing.assert_close(mine[row, :, : len(committed)], other[0, :, : len(committed)], rtol=1e-4, atol=1e-4)

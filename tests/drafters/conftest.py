@@ -13,7 +13,7 @@ from torch import Tensor
 from dspine.drafters.backbone import ContextBatch
 from dspine.drafters.base import BlockDrafter, TrainingBatch
 from dspine.drafters.config import DrafterConfig, TargetFacts
-from dspine.drafters.registry import drafter_class
+from dspine.drafters.registry import DRAFTERS, drafter_class
 from dspine.targets.model import Target
 
 MakeConfig = Callable[..., DrafterConfig]
@@ -26,13 +26,18 @@ class Situation:
 
     features: list[Tensor]  # per row [n, taps * d]
     tokens: Tensor  # [rows, B] true tokens, the anchor first
+    next_tokens: list[Tensor]  # per row [n], the anchor last
+
+    def row(self, row: int) -> Situation:
+        return Situation(self.features[row : row + 1], self.tokens[row : row + 1], self.next_tokens[row : row + 1])
 
     def packed(self) -> ContextBatch:
         """The rows end to end, each with a few more tokens that no block may look at."""
         extra = 3
         generator = torch.Generator().manual_seed(99)
-        parts, anchors, offset = [], [], 0
-        for features in self.features:
+        parts, following, anchors, offset = [], [], [], 0
+        for features, next_tokens in zip(self.features, self.next_tokens, strict=True):
+            following.append(torch.cat((next_tokens, next_tokens.new_zeros(extra))))
             parts.append(torch.cat((features, torch.randn(extra, features.shape[1], generator=generator) * 5)))
             anchors.append(offset + features.shape[0])
             offset += parts[-1].shape[0]
@@ -41,6 +46,7 @@ class Situation:
             features=torch.cat(parts),
             positions=torch.cat([torch.arange(n) for n in lengths]),
             sequences=torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths)),
+            next_tokens=torch.cat(following),
             anchors=torch.tensor(anchors),
         )
 
@@ -64,11 +70,13 @@ def _config(target: Target, kind: str = "dspine", **changes: Any) -> DrafterConf
         "intermediate_size": 40,
         "rms_norm_eps": 1e-5,
         "rope_theta": 300.0,
-        "transfer_rank": 12,
-        "message_width": 7,
-        "num_candidates": 5,
+        "options": {},
     }
-    return DrafterConfig(**{**settings, **changes})
+    tiny = {"transfer_rank": 12, "message_width": 7, "num_candidates": 5}
+    names = drafter_class(kind).Options.model_fields if kind in DRAFTERS else {}
+    options = {**tiny, **changes}
+    settings["options"] = {name: options[name] for name in names if name in options}
+    return DrafterConfig(**{**settings, **{name: value for name, value in changes.items() if name not in names}})
 
 
 def _drafter(
@@ -84,17 +92,20 @@ def _drafter(
     return drafter
 
 
-def _fill_cache(runner: Any, features: list[Tensor], piece: int = 1000) -> Any:
-    """A cache with each row's features committed, `piece` tokens of every row at a time."""
+def _fill_cache(runner: Any, situation: Situation, piece: int = 1000) -> Any:
+    """A cache with each row's context committed, `piece` tokens of every row at a time."""
+    features, following = situation.features, situation.next_tokens
     cache = runner.new_cache(len(features), 4)  # it grows
     lengths = torch.tensor([f.shape[0] for f in features])
     for start in range(0, int(lengths.max()), piece):
         # Rows that have ended get garbage, as refused tokens' features do in decoding: it is never committed.
         rows = torch.full((len(features), piece if piece < 1000 else int(lengths.max()), features[0].shape[1]), 77.0)
-        for row, f in enumerate(features):
+        tokens = torch.zeros(rows.shape[:2], dtype=torch.long)
+        for row, (f, t) in enumerate(zip(features, following, strict=True)):
             part = f[start : start + rows.shape[1]]
             rows[row, : part.shape[0]] = part
-        runner.extend(rows, cache)
+            tokens[row, : part.shape[0]] = t[start : start + rows.shape[1]]
+        runner.extend(rows, tokens, cache)
         cache.lengths += (lengths - start).clamp(min=0, max=rows.shape[1])
     assert torch.equal(cache.lengths, lengths)
     return cache
@@ -114,7 +125,7 @@ def _batch(situation: Situation, target: Target, supervised: Tensor | None = Non
 
 @pytest.fixture(scope="session")
 def fill_cache() -> Callable[..., Any]:
-    """`fill_cache(runner, features, piece=all)`: a context cache with every row's features committed."""
+    """`fill_cache(runner, situation, piece=all)`: a context cache with every row's context committed."""
     return _fill_cache
 
 
@@ -145,6 +156,10 @@ def make_situation() -> MakeSituation:
     ) -> Situation:
         generator = torch.Generator().manual_seed(seed)
         features = [3 * torch.randn(n, taps * target.hidden_size, generator=generator) for n in lengths]
-        return Situation(features, torch.randint(4, target.vocab_size, (len(lengths), block_size), generator=generator))
+        tokens = torch.randint(4, target.vocab_size, (len(lengths), block_size), generator=generator)
+        following = [torch.randint(4, target.vocab_size, (n,), generator=generator) for n in lengths]
+        for row, anchor in zip(following, tokens[:, 0], strict=True):
+            row[-1] = anchor
+        return Situation(features, tokens, following)
 
     return make

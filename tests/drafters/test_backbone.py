@@ -88,7 +88,8 @@ def test_many_anchors_of_one_sequence(tiny_target: Target, make_drafter: Any, mo
     block = torch.randn(5, 4, tiny_target.hidden_size, generator=generator)
 
     def context(chosen: Tensor) -> ContextBatch:
-        return ContextBatch(features=features, positions=torch.arange(20), sequences=torch.zeros(20).long(), anchors=chosen)
+        zeros = torch.zeros(20).long()
+        return ContextBatch(features=features, positions=torch.arange(20), sequences=zeros, next_tokens=zeros, anchors=chosen)
 
     together = backbone(block, context(anchors))
     alone = torch.cat([backbone(block[i : i + 1], context(anchors[i : i + 1])) for i in range(5)])
@@ -102,6 +103,7 @@ def test_attention_parts_hold_one_sequence_each() -> None:
         features=torch.zeros(7, 1),
         positions=torch.tensor([0, 1, 2, 3, 0, 1, 2]),
         sequences=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        next_tokens=torch.zeros(7).long(),
         anchors=torch.tensor([3, 4, 6]),
     )
     first, second = context.parts(2, causal=True, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,12 +57,7 @@ def test_parts_of_a_batch_add_up(tiny_target: Target, make_drafter: Any, make_si
     settings = LossSettings(alpha=0.4, forced_probability=0.5)
 
     def part(chosen: Tensor) -> BlockLosses:
-        context = type(batch.context)(
-            features=batch.context.features,
-            positions=batch.context.positions,
-            sequences=batch.context.sequences,
-            anchors=batch.context.anchors[chosen],
-        )
+        context = replace(batch.context, anchors=batch.context.anchors[chosen])
         piece = type(batch)(
             context=context,
             tokens=batch.tokens[chosen],

@@ -73,9 +73,7 @@ def test_round_trip(
         situation, drafts = make_situation(tiny_target), []
         for d in (loaded, load_drafter(folder, tiny_target)):
             runner = d.runner(tiny_target)
-            drafts.append(
-                runner.propose(situation.tokens[:, 0], fill_cache(runner, situation.features), 7, torch.zeros(3), None).tokens
-            )
+            drafts.append(runner.propose(situation.tokens[:, 0], fill_cache(runner, situation), 7, torch.zeros(3), None).tokens)
     assert torch.equal(*drafts)
 
 
@@ -126,7 +124,17 @@ def test_another_chat_template(saved: Path, make_model: Any) -> None:
         ({"num_layers": 4}, 'Missing key(s) in state_dict: "backbone.layers.3'),
         ({"qk_norm": False}, 'Unexpected key(s) in state_dict: "backbone.layers.0.self_attn.q_norm.weight"'),
         ({"intermediate_size": 48}, "size mismatch for backbone.layers.0.mlp.gate_proj.weight"),
-        ({"transfer_rank": 11}, "size mismatch for injection.readouts.0.weight"),
+        ({"options": {"transfer_rank": 11, "message_width": 7}}, "size mismatch for injection.readouts.0.weight"),
+        ({"options": {"transfer_rank": 33}}, "transfer_rank = 33 exceeds hidden_size = 32"),
+        ({"options": {"num_candidates": 0}}, "dspine drafter, option num_candidates: Input should be greater"),
+        (
+            {"options": {"transfer_rank": 12, "num_candidates": 261}},
+            "num_candidates = 261, but there are only 260 tokens to draft from",
+        ),
+        (
+            {"options": {"gru_width": 3}},
+            "option gru_width: Extra inputs are not permitted (its options: transfer_rank, message_width",
+        ),
         ({"draft_vocab_size": 20}, "0 draft token ids for a draft_vocab_size of 20"),
         ({"drafter": "dflash"}, "Unexpected key(s) in state_dict"),
     ],

@@ -57,7 +57,7 @@ def test_every_slot_drafts_its_own_best_token(
     runner = drafter.runner(tiny_target)
     states = drafter.backbone(drafter.block_inputs(situation.tokens, tiny_target), situation.packed())
     logits = drafter.backbone.norm(states[:, 1:]) @ tiny_target.head_weight.t()
-    draft = runner.propose(situation.tokens[:, 0], fill_cache(runner, situation.features), 7, torch.zeros(3), None)
+    draft = runner.propose(situation.tokens[:, 0], fill_cache(runner, situation), 7, torch.zeros(3), None)
     assert torch.equal(draft.tokens, logits.argmax(-1))
     assert draft.q_ids is None
 
@@ -70,7 +70,7 @@ def test_a_narrow_draft_is_the_start_of_the_wide_one(
     """Causal slots do not depend on the width; a bidirectional drafter always runs its trained width."""
     runner = make_drafter(tiny_target, "dflash", attention=attention, block_size=16).runner(tiny_target)
     situation = make_situation(tiny_target, block_size=16)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     anchors = situation.tokens[:, 0]
     wide = runner.propose(anchors, cache, 15, torch.zeros(3), None).tokens
     for m in (1, 3, 7):
@@ -82,7 +82,7 @@ def test_draft_vocabulary(tiny_target: Target, make_drafter: Any, make_situation
     ids = torch.tensor([250, 7, 99, 31, 12, 180])  # any order
     runner = make_drafter(tiny_target, "dflash", draft_ids=ids).runner(tiny_target)
     situation = make_situation(tiny_target)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     uniforms = torch.rand(3, 7, generator=torch.Generator().manual_seed(0))
     draft = runner.propose(situation.tokens[:, 0], cache, 7, torch.tensor([0.0, 1.0, 1.0]), uniforms)
     assert set(draft.tokens.flatten().tolist()) <= set(ids.tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def code_of(drafter: DSpine, token: int) -> Tensor:
 
 def slow_code(drafter: DSpine, layer: int, u: Tensor) -> Tensor:
     r = drafter.injection.readouts[layer].get_parameter("weight") @ u
-    return drafter.config.transfer_rank**0.5 * r / r.norm()
+    return drafter.options.transfer_rank**0.5 * r / r.norm()
 
 
 def slow_inject(drafter: DSpine, layer: int, u: Tensor, z_previous: Tensor) -> Tensor:
@@ -72,9 +72,7 @@ def slow_block(
 
 def one_block(context: Any, a: int) -> Any:
     """The context with only its a-th block."""
-    return type(context)(
-        features=context.features, positions=context.positions, sequences=context.sequences, anchors=context.anchors[a : a + 1]
-    )
+    return replace(context, anchors=context.anchors[a : a + 1])
 
 
 def head_rows(drafter: DSpine, target: Target) -> tuple[Tensor, list[int]]:
@@ -119,7 +117,7 @@ def slow_sums(
             logits = rows @ drafter.backbone.norm(block.states[t])
             log_q = logits - logits.exp().sum().log()
             p = torch.softmax(rows @ batch.teacher[a, t - 1], -1)
-            candidates = sorted(range(len(ids)), key=lambda j: -float(logits.detach()[j]))[: drafter.config.num_candidates]
+            candidates = sorted(range(len(ids)), key=lambda j: -float(logits.detach()[j]))[: drafter.options.num_candidates]
             scores = rows[candidates] @ refined_state(drafter, block, t, int(tokens[t - 1]))
             log_r = scores - scores.exp().sum().log()
             y = int(tokens[t])
@@ -227,7 +225,7 @@ def test_starts_as_the_block_causal_dflash(tiny_target: Target, make_drafter: An
         drafts = []
         for drafter in (dspine, dflash):
             runner = drafter.runner(tiny_target)
-            drafts.append(runner.propose(situation.tokens[:, 0], fill_cache(runner, situation.features), 7, greedy, None).tokens)
+            drafts.append(runner.propose(situation.tokens[:, 0], fill_cache(runner, situation), 7, greedy, None).tokens)
     assert torch.equal(*drafts)
 
 
@@ -239,7 +237,7 @@ def serial_draft(drafter: DSpine, target: Target, context: Any, anchor: int, wid
     chosen = [anchor]
     for t in range(1, width):
         logits = rows @ drafter.backbone.norm(block.states[t])
-        candidates = logits.topk(drafter.config.num_candidates).indices.tolist()
+        candidates = logits.topk(drafter.options.num_candidates).indices.tolist()
         scores = rows[candidates] @ refined_state(drafter, block, t, chosen[-1])
         chosen.append(ids[candidates[int(scores.argmax())]])
     return chosen[1:]
@@ -255,7 +253,7 @@ def test_transition_cache_is_serial_refinement(
     runner = drafter.runner(tiny_target)
     situation = make_situation(tiny_target, (9, 14, 5, 11, 8, 20), block_size=16)
     anchors = situation.tokens[:, 0]
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     draft = runner.propose(anchors, cache, 15, torch.zeros(6), None)
     assert draft.q_probs is None
     context = situation.packed()
@@ -274,7 +272,7 @@ def test_transition_cache_holds_every_pair(tiny_target: Target, make_drafter: An
     runner = drafter.runner(tiny_target)
     situation = make_situation(tiny_target, (9,))
     anchors = situation.tokens[:, 0]
-    candidates, first, transitions = runner.transition_cache(anchors, fill_cache(runner, situation.features), 7)
+    candidates, first, transitions = runner.transition_cache(anchors, fill_cache(runner, situation), 7)
     block = slow_block(drafter, tiny_target, situation.packed(), situation.tokens[0])
     for t in range(2, 8):
         for i, predecessor in enumerate(candidates[0, t - 2].tolist()):
@@ -304,7 +302,7 @@ def test_runner_states_are_the_training_modules(
 
         expected = drafter.backbone(block, situation.packed(), inject)
         runner = drafter.runner(tiny_target)
-        u, _, states = runner._block(situation.tokens[:, 0], fill_cache(runner, situation.features), 8)
+        u, _, states = runner._block(situation.tokens[:, 0], fill_cache(runner, situation), 8)
         torch.testing.assert_close(u, kept[-1][:, 1:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(states, expected[:, 1:], rtol=1e-4, atol=1e-4)
 
@@ -316,7 +314,7 @@ def test_a_narrow_draft_is_the_start_of_the_wide_one(
     """Trained at B = 16, run at any width: also with sampling, from the same uniforms."""
     runner = make_drafter(tiny_target, "dspine", block_size=16).runner(tiny_target)
     situation = make_situation(tiny_target, block_size=16)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     anchors = situation.tokens[:, 0]
     uniforms = torch.rand(3, 15, generator=torch.Generator().manual_seed(4))
     for temperatures, numbers in ((torch.zeros(3), None), (torch.tensor([0.0, 0.7, 1.3]), uniforms)):
@@ -351,7 +349,7 @@ def test_sampling_keeps_the_q_it_sampled_from(
     """q is the transition row of the chosen predecessor, tempered, on that slot's own candidates."""
     runner = make_drafter(tiny_target, "dspine").runner(tiny_target)
     situation = make_situation(tiny_target)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     anchors, temperatures = situation.tokens[:, 0], torch.tensor([0.5, 1.0, 2.0])
     uniforms = torch.rand(3, 7, generator=torch.Generator().manual_seed(1))
     draft = runner.propose(anchors, cache, 7, temperatures, uniforms)
@@ -376,7 +374,7 @@ def test_one_candidate_is_the_ordinary_argmax(
 ) -> None:
     runner = make_drafter(tiny_target, "dspine", num_candidates=1).runner(tiny_target)
     situation = make_situation(tiny_target)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     _, _, states = runner._block(situation.tokens[:, 0], cache, 8)
     expected = tiny_target.logits(runner.final_norm(states)).argmax(-1)
     assert torch.equal(runner.propose(situation.tokens[:, 0], cache, 7, torch.zeros(3), None).tokens, expected)

@@ -27,7 +27,7 @@ def test_runner_is_the_training_module(
     situation = make_situation(tiny_target)
     expected = drafter.backbone(drafter.block_inputs(situation.tokens, tiny_target), situation.packed())
     runner = drafter.runner(tiny_target)
-    got = runner.block_states(situation.tokens[:, 0], fill_cache(runner, situation.features), 8)
+    got = runner.block_states(situation.tokens[:, 0], fill_cache(runner, situation), 8)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     logits = tiny_target.logits(drafter.backbone.norm(expected))
     torch.testing.assert_close(tiny_target.logits(runner.final_norm(got)), logits, rtol=1e-4, atol=1e-4)
@@ -42,9 +42,9 @@ def test_context_in_pieces_and_rows_of_unlike_lengths(
     runner = make_drafter(tiny_target, "dflash", attention=attention).runner(tiny_target)
     situation = make_situation(tiny_target)
     anchors = situation.tokens[:, 0]
-    together = runner.block_states(anchors, fill_cache(runner, situation.features, piece), 8)
-    for row, features in enumerate(situation.features):
-        alone = runner.block_states(anchors[row : row + 1], fill_cache(runner, [features]), 8)
+    together = runner.block_states(anchors, fill_cache(runner, situation, piece), 8)
+    for row in range(len(situation.features)):
+        alone = runner.block_states(anchors[row : row + 1], fill_cache(runner, situation.row(row)), 8)
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -55,7 +55,7 @@ def test_drafting_leaves_the_context_as_it_was(
     """A block's own entries stay behind the rows' lengths: the next block does not see them."""
     runner = make_drafter(tiny_target, "dspine").runner(tiny_target)
     situation = make_situation(tiny_target)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     anchors, temperatures = situation.tokens[:, 0], torch.zeros(3)
     first = runner.propose(anchors, cache, 7, temperatures, None).tokens
     runner.propose(situation.tokens[:, 1], cache, 7, temperatures, None)
@@ -67,7 +67,7 @@ def test_drafting_leaves_the_context_as_it_was(
 def test_first_rows_of_a_larger_cache(tiny_target: Target, make_drafter: Any, make_situation: Any, fill_cache: Any) -> None:
     runner = make_drafter(tiny_target, "dspine").runner(tiny_target)
     situation = make_situation(tiny_target)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     all_rows = runner.propose(situation.tokens[:, 0], cache, 7, torch.zeros(3), None).tokens
     two_rows = runner.propose(situation.tokens[:2, 0], cache, 7, torch.zeros(2), None).tokens
     assert torch.equal(two_rows, all_rows[:2])
@@ -84,7 +84,7 @@ def test_scaled_embeddings_and_soft_caps(make_target: Any, make_drafter: Any, ma
     torch.testing.assert_close(embedded[:, 3], (target.embedding[2] * target.hidden_size**0.5).expand(3, -1))
     runner = drafter.runner(target)
     assert isinstance(runner, DFlashRunner)
-    cache = fill_cache(runner, situation.features)
+    cache = fill_cache(runner, situation)
     expected = drafter.backbone(embedded, situation.packed())
     torch.testing.assert_close(runner.block_states(situation.tokens[:, 0], cache, 8), expected, rtol=1e-4, atol=1e-4)
     uniforms = torch.full((3, 7), 0.5)

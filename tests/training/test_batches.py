@@ -122,4 +122,4 @@ def test_to_device_moves_everything(device: str) -> None:
     batch = to_device(build_batch([answer(8, 3, 100)], 4, 2, generators(1)), torch.device(device))
     tensors = [*vars(batch).values(), *vars(batch.context).values()]
     moved = [t.device.type for t in tensors if isinstance(t, torch.Tensor)]
-    assert moved == [device] * 8
+    assert moved == [device] * 9

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dspine.drafters.dspine import DSpineOptions
 from dspine.errors import UserError
 from dspine.training.recipe import Recipe, load_recipe
 
@@ -35,8 +36,9 @@ def sentence(name: str, *overrides: str) -> str:
 def test_defaults_are_the_papers(minimal: str) -> None:
     recipe = load_recipe(minimal)
     model, loss, optimiser = recipe.model, recipe.loss, recipe.optimiser
-    assert (recipe.drafter, model.block_size, model.num_layers, model.num_candidates) == ("dspine", 16, 5, 16)
-    assert (model.transfer_rank, model.message_width, model.attention, model.start) == (1024, 512, "causal", "random")
+    assert (recipe.drafter, model.block_size, model.num_layers) == ("dspine", 16, 5)
+    assert DSpineOptions.read("dspine", model.options) == DSpineOptions(transfer_rank=1024, message_width=512, num_candidates=16)
+    assert (model.attention, model.start) == ("causal", "random")
     assert (loss.alpha, loss.beta, loss.gamma, loss.refined_shared_normaliser) == (0.1, 0.5, 7.0, False)
     assert (loss.curriculum_start, loss.curriculum_hold, loss.curriculum_end) == (0.5, 1 / 6, 1 / 3)
     assert (optimiser.learning_rate, optimiser.warmup_fraction, optimiser.clip, optimiser.weight_decay) == (6e-4, 0.04, 1.0, 0.0)
@@ -57,6 +59,14 @@ def test_built_in_recipes_are_valid(name: str) -> None:
 def test_matched_dflash_differs_in_the_drafter_only() -> None:
     changes = {"drafter": "dspine", "model": load_recipe("smollm2-135m").model}
     assert load_recipe("smollm2-135m-dflash").model_copy(update=changes) == load_recipe("smollm2-135m")
+
+
+@pytest.mark.parametrize("overrides", [["drafter=dflash"], ["drafter=dflash", "model.options.x=3"], ["model.options.x=3"]])
+def test_options_belong_to_their_drafter(overrides: list[str]) -> None:
+    options = load_recipe("qwen3-8b", overrides).model.options
+    assert options.get("x") == (3 if len(overrides) == 2 or "x" in overrides[0] else None)
+    assert ("transfer_rank" in options) == (overrides[0] != "drafter=dflash")
+    assert load_recipe("smollm2-135m-dflash").model.options == {}
 
 
 def test_base_is_overlaid(tmp_path: Path, minimal: str) -> None:

@@ -22,6 +22,8 @@ from dspine.training.recipe import Recipe
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate
 from dspine.training.run import answer_agreement, run_training, warn_of_misfit
 
+from .toy import tiny_options
+
 MakeModel = Callable[..., PreTrainedModel]
 
 
@@ -53,9 +55,7 @@ def recipe(folder: Path, drafter: str = "dspine", **data: object) -> Recipe:
                 "mask_token_id": 0,
                 "qk_norm": False,
                 "taps": 2,
-                "transfer_rank": 6,
-                "message_width": 5,
-                "num_candidates": 3,
+                "options": tiny_options(drafter),
                 "draft_vocab_size": 40,
                 "start": "target_layers",
                 "attention": "bidirectional" if drafter == "dflash" else "causal",

@@ -377,7 +377,7 @@ def test_a_half_written_state_is_not_resumed(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"loss": {"alpha": 0.4}}, "loss.alpha = 0.3, this run has 0.4"),
-        ({"model": {"message_width": 5}}, "model.message_width = 4, this run has 5"),
+        ({"model": {"num_layers": 1}}, "model.num_layers = 2, this run has 1"),
         ({"optimiser": {"epochs": 5}}, "optimiser.epochs = 4.0, this run has 5.0"),
         ({"seed": 1}, "seed = 0, this run has 1"),
         ({"drafter": "dflash"}, "drafter = dspine, this run has dflash"),

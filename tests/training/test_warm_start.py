@@ -18,16 +18,16 @@ from dspine.targets.model import Target
 from dspine.training.recipe import Recipe
 from dspine.training.warm_start import new_drafter
 
+from .toy import tiny_options
+
 
 def recipe(drafter: str = "dspine", **model: Any) -> Recipe:
-    shape = {
+    shape: dict[str, Any] = {
         "mask_token_id": 2,
         "num_layers": 2,
         "block_size": 4,
         "taps": 2,
-        "transfer_rank": 8,
-        "message_width": 4,
-        "num_candidates": 3,
+        "options": tiny_options(drafter),
     }
     return Recipe.model_validate(
         {"target": "tiny", "drafter": drafter, "model": {**shape, **model}, "data": {"answers": ["x"]}, "seed": 3}
@@ -48,7 +48,7 @@ def test_a_drafter_for_every_family(make_target: Any, family: str, drafter: str)
         cache = runner.new_cache(1, 16)
         features = target.forward(torch.tensor([[5, 6, 7]]), target.new_cache(1, 3), config.target_layer_ids).features
         assert features is not None
-        runner.extend(features, cache)
+        runner.extend(features, torch.tensor([[6, 7, 8]]), cache)
         cache.lengths += 3
         tokens = runner.propose(torch.tensor([8]), cache, 3, torch.zeros(1), None).tokens
     assert tokens.shape == (1, 3)
@@ -71,9 +71,10 @@ def test_same_seed_same_drafter(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transfer_rank": 33}, "transfer_rank = 33 exceeds hidden_size = 32"),
+        ({"options": {"transfer_rank": 33}}, "transfer_rank = 33 exceeds hidden_size = 32"),
         ({"mask_token_id": 260}, "mask_token_id = 260, but tiny-llama's last token id is 259"),
-        ({"num_candidates": 300}, "num_candidates = 300"),
+        ({"options": {"transfer_rank": 8, "num_candidates": 300}}, "num_candidates = 300"),
+        ({"options": {"rank": 3}}, "option rank: Extra inputs are not permitted (its options: transfer_rank, "),
         ({"attention": "bidirectional"}, "attention = bidirectional is not a dspine drafter's"),
         ({"start": "target_layers"}, "start: target_layers needs qk_norm: False, as tiny-llama has it"),
         ({"start": "target_layers", "qk_norm": False, "num_layers": 4}, "cannot fill 4 layers from tiny-llama's 3"),
@@ -104,6 +105,7 @@ def test_copied_layers_are_the_targets(make_target: Any, family: str, qk_norm: b
         features=torch.randn(2, 2 * target.hidden_size),
         positions=torch.arange(2),
         sequences=torch.zeros(2).long(),
+        next_tokens=torch.zeros(2).long(),
         anchors=torch.tensor([0]),
     )
     with torch.inference_mode():

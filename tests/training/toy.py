@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from dspine.drafters.registry import drafter_class
 from dspine.targets.model import Target
 from dspine.training.features import AnswerFeatures
 from dspine.training.recipe import Recipe
@@ -65,6 +66,12 @@ def toy_answers(target: Target, count: int = 16) -> ToyAnswers:
     return answers
 
 
+def tiny_options(drafter: str) -> dict[str, int | str]:
+    """A drafter's own options at a size for tests."""
+    tiny: dict[str, int | str] = {"transfer_rank": 6, "message_width": 4, "num_candidates": 4}
+    return {name: tiny[name] for name in drafter_class(drafter).Options.model_fields if name in tiny}
+
+
 def toy_recipe(drafter: str = "dspine", **sections: dict[str, Any] | str | int) -> Recipe:
     defaults: dict[str, Any] = {
         "model": {
@@ -72,9 +79,7 @@ def toy_recipe(drafter: str = "dspine", **sections: dict[str, Any] | str | int) 
             "block_size": BLOCK,
             "taps": TAPS,
             "mask_token_id": MASK,
-            "transfer_rank": 6,
-            "message_width": 4,
-            "num_candidates": 4,
+            "options": tiny_options(drafter),
             "attention": "bidirectional" if drafter == "dflash" else "causal",
         },
         "loss": {"alpha": 0.3, "beta": 0.2, "curriculum_hold": 0.5, "curriculum_end": 0.9},

@@ -178,10 +178,8 @@ def _facts(config: DrafterConfig) -> dict[str, str]:
         f"QK-norm {'on' if config.qk_norm else 'off'}, RoPE base {config.rope_theta:g}, norm epsilon {config.rms_norm_eps:g}",
         "chat template": target.chat_template_sha256 or "none",
     }
-    if config.drafter == "dspine":
-        facts["injection"] = (
-            f"rank {config.transfer_rank}, message width {config.message_width}, {config.num_candidates} candidates"
-        )
+    if config.options:
+        facts["options"] = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in config.options.items())
     if config.expected_acceptance:
         facts["held-out acceptance"] = ", ".join(f"{share:.0%}" for share in config.expected_acceptance)
     return facts

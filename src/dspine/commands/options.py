@@ -93,7 +93,7 @@ def load_llm(
         loaded = Target.load(target, device=None if device == "auto" else device, dtype=dtype, keep_model=keep_model)
         found = find_drafter(loaded, None if drafter == "none" else drafter)
         if width == "full":
-            width = found.config.block_size if found is not None else 1
+            width = found.config.max_width if found is not None else 1
         llm = LLM(loaded, found, max_rows=max_rows, width=width)
     if found is None and need_drafter:
         raise UserError(

@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, target: Target, drafter: DraftRunner | None = None, *, max_rows: int = 8, width: Width = "auto") -> None:
         if max_rows < 1:
             raise UserError(f"max_rows = {max_rows}: the engine needs at least 1 row")
-        limit = drafter.config.block_size if drafter is not None else 1
+        limit = drafter.config.max_width if drafter is not None else 1
         if width != "auto" and not (isinstance(width, int) and 1 <= width <= max(limit, 1)):
             raise UserError(
                 f"width = {width!r}: give 'auto' or a whole number from 1 (plain) to {limit} (the drafter's block size)"
@@ -125,29 +125,33 @@ class Engine:
             request = self._waiting.popleft()
             started = time.perf_counter()
             self._live.append(request)
-            hidden = self._prefill(request, len(self._live) - 1)
-            token = self._first_token(request, self.target.logits(hidden))
+            token = self._prefill(request, len(self._live) - 1)
             request.stats.prefill_s += time.perf_counter() - started
             progress.append(self._commit(request, [token], 0))
         self._remove_finished()
         return progress
 
-    def _prefill(self, request: Request, row: int) -> Tensor:
-        """Run the prompt into `row` of the caches; returns the last token's final state [1, d]."""
+    def _prefill(self, request: Request, row: int) -> int:
+        """Run the prompt into `row` of the caches; returns the answer's first token."""
         cache, draft_cache = self._caches(len(request.prompt_ids) + request.max_new_tokens)
         own, own_draft = cache.row(row), None if draft_cache is None else draft_cache.row(row)
         own.lengths.zero_()
         if own_draft is not None:
             own_draft.lengths.zero_()
         ids = torch.tensor([request.prompt_ids], device=self.target.device)
+        token = 0
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             chunk = ids[:, start : start + PREFILL_CHUNK]
             out = self.target.forward(chunk, own, self._taps)
             own.lengths += chunk.shape[1]
+            following = ids[:, start + 1 : start + 1 + PREFILL_CHUNK]
+            if following.shape[1] < chunk.shape[1]:  # the last chunk: the answer begins
+                token = self._first_token(request, self.target.logits(out.hidden[:, -1]))
+                following = torch.cat((following, ids.new_tensor([[token]])), 1)
             if own_draft is not None and self.drafter is not None and out.features is not None:
-                self.drafter.extend(out.features, own_draft)
+                self.drafter.extend(out.features, following, own_draft)
                 own_draft.lengths += chunk.shape[1]
-        return out.hidden[:, -1]
+        return token
 
     def _first_token(self, request: Request, logits: Tensor) -> int:
         if request.seen is not None:
@@ -173,7 +177,7 @@ class Engine:
         logits = self.target.logits(out.hidden)  # [n, w, v]
         verdicts = self._verify(logits, draft)
         verified_at = time.perf_counter()
-        self._advance(out, verdicts)
+        self._advance(out, draft, verdicts)
         advanced_at = time.perf_counter()
         drafted = None if draft is None else draft.tokens.tolist()
         progress = []
@@ -248,14 +252,20 @@ class Engine:
             verdicts.append(verify_sampled(p, own, _row_q(draft, row, m, p), request.generator))
         return verdicts
 
-    def _advance(self, out: TargetOutput, verdicts: list[Verdict]) -> None:
+    def _advance(self, out: TargetOutput, draft: Draft | None, verdicts: list[Verdict]) -> None:
         """Commit each row's anchor and accepted candidates in both caches; the rest stays behind its length."""
         assert self._cache is not None
         rows = len(verdicts)
         kept = torch.tensor([v.num_accepted + 1 for v in verdicts])
         self._cache.lengths[:rows] += kept
         if self.drafter is not None and self._draft_cache is not None and out.features is not None:
-            self.drafter.extend(out.features[:, : int(kept.max())], self._draft_cache)
+            # What follows a kept token: the next accepted one, or the verdict's. Past those is garbage, never committed.
+            following = out.features.new_zeros(rows, int(kept.max()), dtype=torch.long)
+            if draft is not None:
+                following[:, : draft.tokens.shape[1]] = draft.tokens[:, : following.shape[1]]
+            last = torch.tensor([[v.next_token] for v in verdicts], device=following.device)
+            following.scatter_(1, kept.to(following.device)[:, None] - 1, last)
+            self.drafter.extend(out.features[:, : following.shape[1]], following, self._draft_cache)
             self._draft_cache.lengths[:rows] += kept
 
     def _commit(self, request: Request, tokens: list[int], num_accepted: int) -> Progress:

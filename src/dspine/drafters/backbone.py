@@ -37,6 +37,7 @@ class ContextBatch:
     features: Tensor  # [s, taps * d]
     positions: Tensor  # [s] position inside the own sequence
     sequences: Tensor  # [s] which sequence
+    next_tokens: Tensor  # [s] the token after each of them
     anchors: Tensor  # [a] index into s; a block sees the context strictly before its anchor
 
     def parts(self, slots: int, causal: bool, dtype: torch.dtype) -> list[AttentionPart]:

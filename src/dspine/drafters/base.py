@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from dspine.drafters.backbone import Backbone, ContextBatch
 from dspine.drafters.config import DrafterConfig
@@ -41,6 +43,7 @@ class LossSettings:
     gamma: float = 7.0
     forced_probability: float = 0.0  # true-predecessor curriculum
     refined_shared_normaliser: bool = False
+    progress: float = 0.0  # share of the training done
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class DraftRunner(Protocol):
         """The drafter's own context cache; the engine commits its lengths."""
         ...
 
-    def extend(self, features: Tensor, cache: KVCache) -> None:
-        """Write context K/V of features [b, n, taps * d] past the rows' lengths."""
+    def extend(self, features: Tensor, next_tokens: Tensor, cache: KVCache) -> None:
+        """Write context K/V of features [b, n, taps * d] past the rows' lengths; next_tokens [b, n] follow each of them."""
         ...
 
     def propose(
@@ -101,9 +104,33 @@ class DraftRunner(Protocol):
         ...
 
 
+class Options(BaseModel):
+    """What only one kind of drafter has: its numbers and switches. A drafter without any uses this one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, drafter: str, values: dict[str, Any]) -> Self:
+        """Validated and with every default filled in; raises UserError naming the first one that is wrong."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"])) or "options"
+            known = ", ".join(cls.model_fields) or "none"
+            raise UserError(f"{drafter} drafter, option {name}: {first['msg']} (its options: {known})") from error
+
+
+def check_num_candidates(num_candidates: int, config: DrafterConfig) -> None:
+    """Raise UserError where more candidates per slot are asked for than there are tokens to draft from."""
+    if num_candidates > config.vocabulary:
+        raise UserError(f"num_candidates = {num_candidates}, but there are only {config.vocabulary} tokens to draft from")
+
+
 class BlockDrafter(nn.Module, ABC):
     """A trainable block drafter. `draft_ids` [v'] are the tokens it may propose (empty: all)."""
 
+    Options: ClassVar[type[Options]] = Options
     alignments: ClassVar[tuple[str, ...]] = ("same",)
     attentions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
     draft_ids: Tensor

@@ -79,7 +79,7 @@ class DrafterConfig(BaseModel):
     format_version: Literal[1] = 1
     target: TargetFacts
     target_layer_ids: tuple[int, ...] = Field(description="tapped layers; the output of layer i is hidden_states[i + 1]")
-    block_size: int = Field(16, ge=2, description="input slots B: the anchor and B - 1 candidates")
+    block_size: int = Field(16, ge=2, description="input slots B of one draft, the anchor first")
     mask_token_id: int
     attention: Literal["causal", "bidirectional"] = "causal"
     alignment: Literal["same", "next"] = Field("same", description="slot t predicts the token at slot t, or at t + 1")
@@ -92,9 +92,7 @@ class DrafterConfig(BaseModel):
     rms_norm_eps: float = Field(ge=0)
     rope_theta: float = Field(gt=0)
     qk_norm: bool = True
-    transfer_rank: int = Field(1024, ge=1)
-    message_width: int = Field(512, ge=1)
-    num_candidates: int = Field(16, ge=1, description="K: candidates per slot in the transition cache")
+    options: dict[str, int | float | bool | str] = Field({}, description="what only this kind of drafter has (its `Options`)")
     draft_vocab_size: int = Field(0, ge=0, description="tokens the drafter may propose; 0 = the whole vocabulary")
     thinking: bool = Field(False, description="whether the training answers were produced in a thinking mode")
     expected_acceptance: tuple[float, ...] = Field(
@@ -118,19 +116,15 @@ class DrafterConfig(BaseModel):
     def _check_shape(self) -> DrafterConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}")
-        if self.transfer_rank > self.hidden_size:
-            raise ValueError(f"transfer_rank = {self.transfer_rank} exceeds hidden_size = {self.hidden_size}")
         return self
 
     def check(self, target: Target) -> None:
         """Raise UserError, naming both values, where this drafter cannot run beside `target`."""
         self.target.check(target)
-        vocabulary = self.draft_vocab_size or target.vocab_size
         for field, value, limit, what in (
             ("the deepest of target_layer_ids", max(self.target_layer_ids, default=-1), target.num_layers - 1, "last layer"),
             ("mask_token_id", self.mask_token_id, target.vocab_size - 1, "last token id"),
             ("draft_vocab_size", self.draft_vocab_size, target.vocab_size, "vocabulary size"),
-            ("num_candidates", self.num_candidates, vocabulary, "number of tokens to draft from"),
         ):
             if value > limit:
                 raise UserError(
@@ -145,7 +139,18 @@ class DrafterConfig(BaseModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        return self.block_size - 1
+        """M: a slot predicts its own token (the anchor is given: B - 1), or the next one (B)."""
+        return self.block_size - 1 if self.alignment == "same" else self.block_size
+
+    @property
+    def max_width(self) -> int:
+        """Tokens of one verification: the anchor and M candidates."""
+        return self.num_draft_tokens + 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens to draft from."""
+        return self.draft_vocab_size or self.target.vocab_size
 
 
 def default_layer_ids(num_target_layers: int, taps: int = 5) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ Shapes: a anchors, B slots, M = B - 1, n = a * M rows, d hidden, r transfer rank
 from __future__ import annotations
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, TrainingBatch
+from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch, check_num_candidates
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import BackboneRunner
+from dspine.errors import UserError
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.injection import AdjacentInjection, rms, unit_code
 from dspine.modules.kv_cache import KVCache
@@ -26,12 +28,25 @@ from dspine.targets.model import Target
 CURRICULUM_LAYERS = 3  # the true-predecessor curriculum acts on layers 1-3, never on the last: its output is what drafting reads
 
 
+class DSpineOptions(Options):
+    """Transfer rank r, message width m, and the K candidates per slot of the transition cache."""
+
+    transfer_rank: int = Field(1024, ge=1)
+    message_width: int = Field(512, ge=1)
+    num_candidates: int = Field(16, ge=1)
+
+
 class DSpine(BlockDrafter):
+    Options = DSpineOptions
     attentions = ("causal",)  # a slot must not depend on later ones, or the transition cache would not hold
 
     def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None) -> None:
         super().__init__(config, draft_ids)
-        self.injection = AdjacentInjection(config.hidden_size, config.num_layers, config.transfer_rank, config.message_width)
+        self.options = options = DSpineOptions.read(config.drafter, config.options)
+        if options.transfer_rank > config.hidden_size:
+            raise UserError(f"transfer_rank = {options.transfer_rank} exceeds hidden_size = {config.hidden_size}")
+        check_num_candidates(options.num_candidates, config)
+        self.injection = AdjacentInjection(config.hidden_size, config.num_layers, options.transfer_rank, options.message_width)
         self._space: TransferSpace | None = None
 
     def initialise(self, target: Target) -> None:
@@ -41,7 +56,7 @@ class DSpine(BlockDrafter):
 
     def bind(self, target: Target) -> None:
         if self._space is None:
-            self._space = build_transfer_space(target.head_weight, self.config.transfer_rank)
+            self._space = build_transfer_space(target.head_weight, self.options.transfer_rank)
 
     @property
     def space(self) -> TransferSpace:
@@ -81,7 +96,7 @@ class DSpine(BlockDrafter):
         """Ordinary loss over the vocabulary plus refined loss over the candidates; hidden and refined are [n, d]."""
         known = weights * (labels >= 0)
         teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        terms = vocabulary_terms(hidden, teacher, labels, head, self.config.num_candidates)
+        terms = vocabulary_terms(hidden, teacher, labels, head, self.options.num_candidates)
         candidates = terms.top
         embeddings = head.weight[candidates].to(refined.dtype)  # [n, k, d]
         scores = head.cap(torch.einsum("nd,nkd->nk", refined, embeddings).float())
@@ -110,6 +125,7 @@ class DSpineRunner(BackboneRunner):
         super().__init__(drafter.backbone, target)
         dtype, device = target.dtype, target.device
         injection = drafter.injection
+        self._num_candidates = drafter.options.num_candidates
 
         def pack(linear: torch.nn.Module) -> PackedLinear:
             return PackedLinear(linear.get_parameter("weight").detach().to(device, dtype))
@@ -147,7 +163,7 @@ class DSpineRunner(BackboneRunner):
         u, gate, states = self._block(anchors, cache, num_draft_tokens + 1)
         hidden = self.final_norm(states)
         logits = self._draft_head.cap(self._head(hidden))
-        values, candidates = logits.topk(self.config.num_candidates, -1)  # [b, M, k]
+        values, candidates = logits.topk(self._num_candidates, -1)  # [b, M, k]
         first = values[:, 0]  # slot 1's predecessor was the anchor already
         # The K x K-free part: one refined state per (slot, predecessor candidate).
         sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]

@@ -57,7 +57,7 @@ class BackboneRunner:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return self.stack.new_cache(rows, capacity)
 
-    def extend(self, features: Tensor, cache: KVCache) -> None:
+    def extend(self, features: Tensor, next_tokens: Tensor, cache: KVCache) -> None:
         """Write context K/V of features [b, n, taps * d] past the lengths of rows 0..b-1; committing is the caller's."""
         b, n, _ = features.shape
         spec = self.stack.spec

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from dspine.drafters.backbone import ContextBatch
 from dspine.drafters.base import TrainingBatch
@@ -65,6 +66,7 @@ def build_batch(
         features=torch.cat([answer.features for answer in answers]),
         positions=torch.cat([torch.arange(n) for n in lengths]),
         sequences=torch.arange(len(answers)).repeat_interleave(torch.tensor(lengths)),
+        next_tokens=torch.cat([_next_tokens(answer) for answer in answers]),
         anchors=torch.cat(anchors),
     )
     return TrainingBatch(
@@ -74,6 +76,12 @@ def build_batch(
         teacher=torch.cat(teachers),
         draws=torch.cat(draws),
     )
+
+
+def _next_tokens(answer: AnswerFeatures) -> Tensor:
+    """The token after each feature's; past the end the last one repeats (no block reads that far)."""
+    n = answer.features.shape[0]
+    return answer.tokens[torch.arange(1, n + 1).clamp(max=answer.tokens.shape[0] - 1)]
 
 
 def _usable(answer: AnswerFeatures) -> int:
@@ -88,6 +96,7 @@ def to_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
             features=c.features.to(device),
             positions=c.positions.to(device),
             sequences=c.sequences.to(device),
+            next_tokens=c.next_tokens.to(device),
             anchors=c.anchors.to(device),
         ),
         tokens=batch.tokens.to(device),

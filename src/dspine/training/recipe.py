@@ -25,9 +25,7 @@ class ModelSection(_Section):
     taps: int = Field(5, ge=1, description="tapped target layers")
     mask_token_id: int = Field(description="an embedding the target never uses in answers")
     qk_norm: bool = True
-    transfer_rank: int = Field(1024, ge=1)
-    message_width: int = Field(512, ge=1)
-    num_candidates: int = Field(16, ge=1)
+    options: dict[str, int | float | bool | str] = Field({}, description="what only the recipe's kind of drafter has")
     draft_vocab_size: int = Field(0, ge=0, description="propose only the N most frequent answer tokens; 0 = all")
     start: Literal["random", "target_layers", "checkpoint"] = Field(
         "random",
@@ -98,7 +96,10 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     """
     data = _read(name)
     for item in overrides or []:
+        drafter = data.get("drafter")
         _override(data, item)
+        if data.get("drafter") != drafter:
+            _drop_options(data)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -120,7 +121,19 @@ def _read(name: str, derived: tuple[str, ...] = ()) -> dict[str, object]:
     if not isinstance(data, dict):
         raise UserError(f"recipe {name} is empty or no mapping")
     base = data.pop("base", None)
-    return data if base is None else _merge(_read(str(base), (*derived, name)), data)
+    if base is None:
+        return data
+    lower = _read(str(base), (*derived, name))
+    if data.get("drafter", lower.get("drafter")) != lower.get("drafter"):
+        _drop_options(lower)
+    return _merge(lower, data)
+
+
+def _drop_options(data: dict[str, object]) -> None:
+    """Options are one kind of drafter's: a recipe changed to another kind does not keep them."""
+    model = data.get("model")
+    if isinstance(model, dict):
+        model.pop("options", None)
 
 
 def _text(name: str) -> str:

@@ -151,6 +151,7 @@ class Trainer:
                 step, self.total_steps, loss.curriculum_start, loss.curriculum_hold, loss.curriculum_end
             ),
             refined_shared_normaliser=loss.refined_shared_normaliser,
+            progress=step / self.total_steps,
         )
 
     def _micro_batches(self, step: int) -> Iterator[TrainingBatch]:
@@ -162,7 +163,7 @@ class Trainer:
             generators = [step_generator(self.recipe.seed, step, ANSWERS + j) for j, _ in part]
             answers = [self.source[self.training[answer]] for _, answer in part]
             options = self.recipe.optimiser
-            batch = build_batch(answers, self.recipe.model.block_size, options.anchors_per_sequence, generators)
+            batch = build_batch(answers, self.drafter.config.max_width, options.anchors_per_sequence, generators)
             # All parts of a step are held until it is done: not on an accelerator.
             yield to_device(batch, torch.device("cpu")) if self._in_parts else batch
 
@@ -195,7 +196,7 @@ class Trainer:
         for index in self.held_out:
             generator = step_generator(self.recipe.seed, index, HELD_OUT)
             batch = self._on_device(
-                build_batch([self.source[index]], self.recipe.model.block_size, EVALUATION_ANCHORS, [generator])
+                build_batch([self.source[index]], self.drafter.config.max_width, EVALUATION_ANCHORS, [generator])
             )
             with self._evaluation_precision():
                 losses = self.drafter.block_losses(batch, self.target, self.head, LossSettings(alpha=1.0))

@@ -45,7 +45,7 @@ def new_drafter(recipe: Recipe, target: Target, draft_ids: Tensor | None) -> Blo
     return drafter
 
 
-_MAY_DIFFER = {"target", "draft_vocab_size", "num_candidates", "expected_acceptance", "thinking"}
+_MAY_DIFFER = {"target", "draft_vocab_size", "expected_acceptance", "thinking"}
 
 
 def copy_checkpoint(drafter: BlockDrafter, folder: Path, target: Target) -> None:
@@ -73,6 +73,7 @@ def copy_checkpoint(drafter: BlockDrafter, folder: Path, target: Target) -> None
 def _drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> DrafterConfig:
     """The recipe's choices and the target's own shape; what its family does not state is as in a Llama of its size."""
     model, facts, config = recipe.model, TargetFacts.of(target), target.config
+    cls = drafter_class(recipe.drafter)
     heads: int = config.num_attention_heads
     return DrafterConfig(
         drafter=recipe.drafter,
@@ -81,6 +82,7 @@ def _drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> Dr
         block_size=model.block_size,
         mask_token_id=model.mask_token_id,
         attention=model.attention,
+        alignment=cls.alignments[0],
         num_layers=model.num_layers,
         hidden_size=target.hidden_size,
         num_heads=heads,
@@ -90,9 +92,7 @@ def _drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> Dr
         rms_norm_eps=facts.rms_norm_eps or 1e-6,
         rope_theta=facts.rope_theta or 10_000.0,
         qk_norm=model.qk_norm,
-        transfer_rank=model.transfer_rank,
-        message_width=model.message_width,
-        num_candidates=model.num_candidates,
+        options=cls.Options.read(recipe.drafter, model.options).model_dump(),
         draft_vocab_size=draft_vocab_size,
     )
 
