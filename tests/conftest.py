@@ -131,16 +131,31 @@ def _build_drafter(
         "block_size": 6,
         "mask_token_id": 0,
         "attention": "bidirectional" if name == "dflash" else "causal",
+        "alignment": drafter_class(name).alignments[0],
         "num_layers": 2,
         "qk_norm": False,
         "transfer_rank": 6,
         "message_width": 5,
         "num_candidates": 4,
+        "gru_width": 5,
+        "correction_rank": 4,
+        "markov_rank": 4,
+        "conv_groups_of": 8,
+        "selector_rank": 5,
         **overrides,
     }
     names = drafter_class(name).Options.model_fields
     options = {field: shape.pop(field) for field in [*shape] if field in names}
-    for field in ("transfer_rank", "message_width", "num_candidates"):
+    for field in (
+        "transfer_rank",
+        "message_width",
+        "num_candidates",
+        "gru_width",
+        "correction_rank",
+        "markov_rank",
+        "conv_groups_of",
+        "selector_rank",
+    ):
         shape.pop(field, None)  # not this drafter's
     drafter_config = DrafterConfig(
         drafter=name,

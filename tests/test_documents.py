@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dspine.commands.main import app
+from dspine.decoding.engine import Engine
+from dspine.decoding.sampling import SamplingParams
+from dspine.drafters.registry import DRAFTERS
+from dspine.targets.model import Target
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
@@ -48,3 +54,23 @@ def test_every_dependency_is_explained() -> None:
     assert "torch" in packages
     for package in packages:
         assert re.search(rf"^\| [^|]*\b{re.escape(package)}\b", DOCUMENTS["CONTRIBUTING.md"], re.MULTILINE), package
+
+
+def test_the_example_of_a_drafter_runs(tiny_target: Target, make_drafter: Any) -> None:
+    """Trained for a few steps on the toy problem, and decoding exactly."""
+    text = (ROOT / "docs" / "adding-a-drafter.md").read_text()
+    code = text[text.index("```python\n") + len("```python\n") : text.index("\n```\n", text.index("```python"))]
+    try:
+        exec(compile(code, "adding-a-drafter.md", "exec"), {})
+        torch.manual_seed(0)
+        drafter = make_drafter(tiny_target, "leaky")
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        plain, spec = Engine(tiny_target), Engine(tiny_target, drafter.runner(tiny_target), width=4)
+        outputs = []
+        for engine in (plain, spec):
+            request = engine.submit([5, 9, 77, 30], params)
+            engine.run()
+            outputs.append(request.output_ids)
+        assert outputs[0] == outputs[1]
+    finally:
+        DRAFTERS.pop("leaky", None)

@@ -16,6 +16,7 @@ from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.base import BlockDrafter, Draft, DraftRunner
+from dspine.drafters.registry import DRAFTERS
 from dspine.errors import UserError
 from dspine.modules.kv_cache import KVCache
 from dspine.targets.model import Target
@@ -25,7 +26,7 @@ MakeTarget = Callable[[str], Target]
 MakeDrafter = Callable[..., BlockDrafter]
 
 BLOCK = 6
-KINDS = ("dspine", "dflash", "oracle")
+KINDS = (*DRAFTERS, "oracle")
 # Of different lengths, so that rows of a batch never stand at the same position.
 PROMPTS = [[(7 * i + 11 * j) % 250 + 5 for j in range(2 + i)] for i in range(9)]
 
@@ -63,8 +64,8 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def runner(tiny_target: Target, make_drafter: MakeDrafter) -> Callable[[str], DraftRunner]:
-    """`runner("dspine")`, `runner("dflash")` or `runner("oracle")` for the tiny Llama."""
-    real = {name: make_drafter(tiny_target, name).runner(tiny_target) for name in ("dspine", "dflash")}
+    """`runner("oracle")` or, by its name, any drafter's for the tiny Llama."""
+    real = {name: make_drafter(tiny_target, name).runner(tiny_target) for name in DRAFTERS}
     oracle = Oracle(real["dspine"], tiny_target, PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     return lambda kind: oracle if kind == "oracle" else real[kind]
 

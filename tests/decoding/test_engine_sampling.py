@@ -1,6 +1,6 @@
 """The whole engine samples the target's own distribution: the first three tokens against exact enumeration.
 
-Five kinds of requests share every batch of a 6-token model, with both drafters. tests/decoding/test_verify.py shows how
+Five kinds of requests share every batch of a 6-token model, with every drafter. tests/decoding/test_verify.py shows how
 small a bias of the verifier alone would be seen; here it is what the engine makes of it.
 """
 
@@ -29,6 +29,7 @@ from dspine.decoding import verify
 from dspine.decoding.engine import Engine
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.base import BlockDrafter
+from dspine.drafters.registry import DRAFTERS
 from dspine.targets.model import Target
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -71,8 +72,8 @@ def model(make_model: MakeModel) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, model: PreTrainedModel, make_drafter: MakeDrafter) -> Engine:
     target = Target.wrap(model, NoTokenizer(), "six-tokens")
-    # DSpine with a small draft vocabulary, so that some tokens can only come from the target.
-    ids = torch.tensor([0, 2, 4, 5]) if request.param == "dspine" else None
+    # All but one with a small draft vocabulary, so that some tokens can only come from the target.
+    ids = None if request.param == "dflash" else torch.tensor([0, 2, 4, 5])
     shape = {"num_layers": 1, "transfer_rank": 4, "num_candidates": 3, "target_layer_ids": (0,)}
     drafter = make_drafter(target, request.param, draft_ids=ids, block_size=3, **shape)
     return Engine(target, drafter.runner(target), max_rows=64, width=3)
@@ -128,7 +129,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: np.ndarray) -> float:
     return float(chisquare(np.append(observed[often], rest[0]), np.append(expected[often], rest[1])).pvalue)
 
 
-@pytest.mark.parametrize("engine", ["dspine", "dflash"], indirect=True)
+@pytest.mark.parametrize("engine", DRAFTERS, indirect=True)
 def test_the_engine_samples_the_targets_distribution(engine: Engine, model: PreTrainedModel) -> None:
     counts, accepted = sampled(engine, CASES, TRIALS)
     assert accepted > TRIALS, "nearly nothing was accepted, so speculation was not tested"

@@ -62,6 +62,7 @@ def _config(target: Target, kind: str = "dspine", **changes: Any) -> DrafterConf
         "block_size": 8,
         "mask_token_id": 2,
         "attention": "causal",
+        "alignment": drafter_class(kind).alignments[0] if kind in DRAFTERS else "same",
         "num_layers": 3,
         "hidden_size": target.hidden_size,
         "num_heads": 4,
@@ -72,7 +73,16 @@ def _config(target: Target, kind: str = "dspine", **changes: Any) -> DrafterConf
         "rope_theta": 300.0,
         "options": {},
     }
-    tiny = {"transfer_rank": 12, "message_width": 7, "num_candidates": 5}
+    tiny = {
+        "transfer_rank": 12,
+        "message_width": 7,
+        "num_candidates": 5,
+        "gru_width": 9,
+        "correction_rank": 6,
+        "markov_rank": 6,
+        "conv_groups_of": 8,
+        "selector_rank": 9,
+    }
     names = drafter_class(kind).Options.model_fields if kind in DRAFTERS else {}
     options = {**tiny, **changes}
     settings["options"] = {name: options[name] for name in names if name in options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from dspine.drafters import backbone as backbone_module
 from dspine.drafters.backbone import Backbone, ContextBatch, rope_frequencies
+from dspine.modules.decoder import Around, Mix
 from dspine.targets.model import Target
+
+IDENTITY = Around(attention=lambda normed: (normed, lambda y: y), mlp=lambda normed: (normed, lambda y: y))
 
 
 def slow_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,15 +32,27 @@ def slow_rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return out
 
 
-def slow_states(backbone: Backbone, block: Tensor, features: Tensor) -> Tensor:
+def mixers(layer: int) -> Around:
+    """Unlike in every layer and sublayer; mixes the block's slots, and its way out depends on what came in."""
+
+    def mix(scale: float) -> Mix:
+        return lambda normed: (scale * normed + normed.flip(-2), lambda y: y.roll(1, -2) - normed.tanh() * y)
+
+    return Around(attention=mix(0.3 + layer), mlp=mix(0.7 - layer))
+
+
+def slow_states(
+    backbone: Backbone, block: Tensor, features: Tensor, around: Callable[[int], Around] = lambda layer: IDENTITY
+) -> Tensor:
     """One block [B, d] after the context features [n, taps * d]: queries from the block, keys and values of both."""
     config = backbone.config
     eps, e, groups = config.rms_norm_eps, config.head_dim, config.num_heads // config.num_kv_heads
     context = [slow_norm(backbone.fc.weight @ f, backbone.hidden_norm.weight, eps) for f in features]
     n, x = len(context), list(block)
-    for layer in backbone.draft_layers():
+    for i, layer in enumerate(backbone.draft_layers()):
         attention: Any = layer.self_attn
-        normed = [slow_norm(u, layer.input_layernorm.weight, eps) for u in x]
+        mixed, after = around(i).attention(torch.stack([slow_norm(u, layer.input_layernorm.weight, eps) for u in x]))
+        normed, attended = list(mixed), []
 
         def head(projection: Any, norm: Any, vector: Tensor, h: int, position: int | None, e: int = e) -> Tensor:
             y = projection.weight[h * e : (h + 1) * e] @ vector
@@ -57,11 +73,14 @@ def slow_states(backbone: Backbone, block: Tensor, features: Tensor) -> Tensor:
                 weights = torch.exp(scores - scores.max())
                 values = torch.stack([head(attention.v_proj, None, s, k, None) for s in sources])
                 outputs.append((weights / weights.sum()) @ values)
-            x[t] = x[t] + attention.o_proj.weight @ torch.cat(outputs)
-        for t, u in enumerate(x):
-            y = slow_norm(u, layer.post_attention_layernorm.weight, eps)
+            attended.append(attention.o_proj.weight @ torch.cat(outputs))
+        x = [u + y for u, y in zip(x, after(torch.stack(attended)), strict=True)]
+        mixed, after = around(i).mlp(torch.stack([slow_norm(u, layer.post_attention_layernorm.weight, eps) for u in x]))
+        passed = []
+        for y in mixed:
             gate = layer.mlp.gate_proj.weight @ y
-            x[t] = u + layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ y))
+            passed.append(layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ y)))
+        x = [u + y for u, y in zip(x, after(torch.stack(passed)), strict=True)]
     return torch.stack(x)
 
 
@@ -77,6 +96,21 @@ def test_states_of_packed_blocks(
     for row in range(2):
         expected = slow_states(drafter.backbone, block[row], situation.features[row])
         torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_what_stands_around_the_sublayers(tiny_target: Target, make_drafter: Any, make_situation: Any, attention: str) -> None:
+    """It sees the block, each block alone, and not the context: the slow version never hands it any."""
+    backbone = make_drafter(tiny_target, "dflash", attention=attention, num_layers=2).backbone
+    situation = make_situation(tiny_target, (4, 6), block_size=3)
+    block = torch.randn(2, 3, tiny_target.hidden_size, generator=torch.Generator().manual_seed(1))
+    plain = backbone(block, situation.packed())
+    assert torch.equal(backbone(block, situation.packed(), around=[IDENTITY] * 2), plain)
+    got = backbone(block, situation.packed(), around=[mixers(0), mixers(1)])
+    for row in range(2):
+        expected = slow_states(backbone, block[row], situation.features[row], mixers)
+        torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-4)
+    assert (got - plain).abs().max() > 0.1
 
 
 def test_many_anchors_of_one_sequence(tiny_target: Target, make_drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

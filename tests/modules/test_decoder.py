@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine.kernels.linear import PackedLinear
-from dspine.modules.decoder import DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm
+from dspine.modules.decoder import Around, DecoderSpec, DecoderStack, LayerWeights, Mix, pack_qkv, permute_head_norm
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.rope import Rope
 
@@ -67,8 +68,27 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
 
+def mixers(layer: int) -> Around:
+    """Unlike in every layer and sublayer; mixes the new tokens, and its way out depends on what came in."""
+
+    def mix(scale: float) -> Mix:
+        return lambda normed: (scale * normed + normed.flip(-2), lambda y: y.roll(1, -2) - normed.tanh() * y)
+
+    return Around(attention=mix(0.3 + layer), mlp=mix(0.7 - layer))
+
+
+IDENTITY = Around(attention=lambda normed: (normed, lambda y: y), mlp=lambda normed: (normed, lambda y: y))
+
+
 def reference(
-    x: Tensor, spec: DecoderSpec, weights: Weights, seen: Tensor, *, qk_norm: bool = False, post_norms: bool = False
+    x: Tensor,
+    spec: DecoderSpec,
+    weights: Weights,
+    seen: Tensor,
+    *,
+    qk_norm: bool = False,
+    post_norms: bool = False,
+    around: Callable[[int], Around] = lambda layer: IDENTITY,
 ) -> Tensor:
     """One row x [n, d] through the textbook decoder; `seen` [n, n] says which position may look where."""
     n = x.shape[0]
@@ -76,8 +96,8 @@ def reference(
     def norm(y: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(y, (y.shape[-1],), weight, spec.norm_eps)
 
-    for w in weights:
-        y = norm(x, w["input_norm"])
+    for layer, w in enumerate(weights):
+        y, after = around(layer).attention(norm(x, w["input_norm"]))
         q, k, v = ((y @ w[name].T).view(n, -1, HEAD_DIM).transpose(0, 1) for name in "qkv")
         if qk_norm:
             q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
@@ -87,12 +107,12 @@ def reference(
         if spec.attention_softcap is not None:
             scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
         mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-        y = mixed.transpose(0, 1).reshape(n, -1) @ w["o"].T
+        y = after(mixed.transpose(0, 1).reshape(n, -1) @ w["o"].T)
         x = x + (norm(y, w["post_attention_norm"]) if post_norms else y)
-        y = norm(x, w["mlp_norm"])
+        y, after = around(layer).mlp(norm(x, w["mlp_norm"]))
         gate = y @ w["gate"].T
         gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = (gate * (y @ w["up"].T)) @ w["down"].T
+        y = after((gate * (y @ w["up"].T)) @ w["down"].T)
         x = x + (norm(y, w["post_mlp_norm"]) if post_norms else y)
     return x
 
@@ -181,6 +201,23 @@ def test_after_layer_sees_every_layer_and_may_replace_its_output() -> None:
     first = 2 * reference(x[0], SPEC, weights[:1], causal(5))
     assert_same(found, 2 * reference(first, SPEC, weights[1:], causal(5)))
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("post_norms", [False, True])
+@torch.inference_mode()
+def test_what_stands_around_the_sublayers(post_norms: bool) -> None:
+    weights, x = random_weights(), inputs(2, 6)
+    stack = build(SPEC, weights, post_norms=post_norms)
+    plain = stack.run(x, stack.new_cache(2, 8))
+    for layer in stack.layers:
+        layer.around = IDENTITY
+    assert_same(stack.run(x, stack.new_cache(2, 8)), plain)
+    for i, layer in enumerate(stack.layers):
+        layer.around = mixers(i)
+    found = stack.run(x, stack.new_cache(2, 8))
+    for row in range(2):
+        assert_same(found[row], reference(x[row], SPEC, weights, causal(6), post_norms=post_norms, around=mixers))
+    assert (found - plain).abs().max() > 0.1
 
 
 @torch.inference_mode()

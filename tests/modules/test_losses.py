@@ -35,7 +35,14 @@ def slow_log_softmax(logits: Tensor) -> Tensor:
     return logits - torch.log(sum(torch.exp(x) for x in logits))  # type: ignore[arg-type]
 
 
-def slow_terms(hidden: Tensor, teacher: Tensor, labels: Tensor, rows: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def slow_terms(
+    hidden: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    softcap: float | None,
+    bias: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(ce, l1), each [n]; `rows` [v', d] is the restricted head, labels are its rows."""
 
     def logits(h: Tensor) -> Tensor:
@@ -43,8 +50,9 @@ def slow_terms(hidden: Tensor, teacher: Tensor, labels: Tensor, rows: Tensor, so
         return x if softcap is None else softcap * torch.tanh(x / softcap)
 
     ce, l1 = [], []
-    for h, t, y in zip(hidden, teacher, labels.tolist(), strict=True):
-        log_q, log_p = slow_log_softmax(logits(h)), slow_log_softmax(logits(t))
+    for i, (h, t, y) in enumerate(zip(hidden, teacher, labels.tolist(), strict=True)):
+        added = torch.zeros(rows.shape[0]) if bias is None else torch.stack([bias[0][i] @ w for w in bias[1]])
+        log_q, log_p = slow_log_softmax(logits(h) + added), slow_log_softmax(logits(t))
         ce.append(-log_q[y] if y >= 0 else log_q[0] * 0)
         l1.append(sum((log_q.exp()[v] - log_p.exp()[v].detach()).abs() for v in range(rows.shape[0])))
     return torch.stack(ce), torch.stack(l1)  # type: ignore[arg-type]
@@ -77,6 +85,33 @@ def test_vocabulary_terms_and_their_gradients(every: int, softcap: float | None)
     for row in range(N):
         logits = head.logits(hidden[row].detach()).tolist()
         assert got.top[row].tolist() == sorted(range(len(logits)), key=lambda j: -logits[j])[:K]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rows", [4, N])
+def test_a_low_rank_bias_and_its_gradients(rows: int, every: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the draft's logits, not the teacher's, past the soft-cap; in chunks as in one piece."""
+    hidden, teacher, tokens, weight = random_case()
+    head, ids = restricted(weight, softcap, every)
+    labels = head.row_of(tokens)
+    generator = torch.Generator().manual_seed(1)
+    states, bias = torch.randn(N, 3, generator=generator), torch.randn(ids.shape[0], 3, generator=generator)
+    leaves = [x.requires_grad_() for x in (hidden, states, bias)]
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * ids.shape[0] * rows)
+    got = vocabulary_terms(hidden, teacher, labels, head, K, (states, bias))
+    ce, l1 = slow_terms(hidden, teacher, labels, weight[ids], softcap, (states, bias))
+    assert got.l1 is not None
+    torch.testing.assert_close(got.ce, ce, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.l1, l1, rtol=1e-5, atol=1e-5)
+    logits = head.logits(hidden) + states @ bias.t()
+    assert torch.equal(got.top, logits.topk(K).indices)
+    assert not torch.equal(got.top, head.logits(hidden).topk(K).indices)
+    pull = torch.linspace(0.5, 2.0, N)
+    fast = torch.autograd.grad((pull * (got.ce + 3 * got.l1)).sum(), leaves)
+    slow = torch.autograd.grad((pull * (ce + 3 * l1)).sum(), leaves)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_label_outside_the_draft_vocabulary_costs_no_cross_entropy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dspine.api import LLM
 from dspine.drafters.checkpoint import load_drafter
+from dspine.drafters.registry import DRAFTERS
 from dspine.errors import UserError
 from dspine.targets.model import Target
 from dspine.training.chat import ChatFormat
@@ -20,7 +22,7 @@ from dspine.training.corpus import load_answers
 from dspine.training.prompts import collect_prompts
 from dspine.training.recipe import Recipe
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate
-from dspine.training.run import answer_agreement, run_training, warn_of_misfit
+from dspine.training.run import TrainingRun, answer_agreement, run_training, warn_of_misfit
 
 from .toy import tiny_options
 
@@ -69,10 +71,16 @@ def recipe(folder: Path, drafter: str = "dspine", **data: object) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("drafter", ["dspine", "dflash"])
+def finish(recipe: Recipe, folder: Path, **options: Any) -> TrainingRun:
+    run = run_training(recipe, folder, **options)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_run_ends_in_a_checkpoint_that_decodes_exactly(workshop: tuple[Path, Target], tmp_path: Path, drafter: str) -> None:
     folder, target = workshop
-    run = run_training(recipe(folder, drafter), tmp_path / "run", quiet=True)
+    run = finish(recipe(folder, drafter), tmp_path / "run", quiet=True)
     loaded = load_drafter(run.checkpoint, target)
     assert loaded.config.expected_acceptance == tuple(round(rate, 4) for rate in run.held_out.slot_accuracy)
     assert loaded.config.draft_vocab_size == loaded.draft_ids.shape[0] <= 40
@@ -85,9 +93,9 @@ def test_a_run_ends_in_a_checkpoint_that_decodes_exactly(workshop: tuple[Path, T
 def test_cached_and_online_features_train_the_same_drafter(workshop: tuple[Path, Target], tmp_path: Path) -> None:
     """Up to the cache's float16."""
     folder, target = workshop
-    online = run_training(recipe(folder), tmp_path / "online", export_dtype=torch.float32, quiet=True)
+    online = finish(recipe(folder), tmp_path / "online", export_dtype=torch.float32, quiet=True)
     cached_recipe = recipe(folder, features="cache", cache=str(tmp_path / "features"))
-    cached = run_training(cached_recipe, tmp_path / "cached", export_dtype=torch.float32, quiet=True)
+    cached = finish(cached_recipe, tmp_path / "cached", export_dtype=torch.float32, quiet=True)
     one, other = (load_drafter(run.checkpoint, target).state_dict() for run in (online, cached))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=0.02, rtol=0.0)
@@ -95,16 +103,16 @@ def test_cached_and_online_features_train_the_same_drafter(workshop: tuple[Path,
 
 def test_a_finished_run_is_not_trained_again(workshop: tuple[Path, Target], tmp_path: Path) -> None:
     folder, _ = workshop
-    first = run_training(recipe(folder), tmp_path, quiet=True)
+    first = finish(recipe(folder), tmp_path, quiet=True)
     state = (tmp_path / "state.pt").read_bytes()
-    second = run_training(recipe(folder), tmp_path, quiet=True)
+    second = finish(recipe(folder), tmp_path, quiet=True)
     assert (tmp_path / "state.pt").read_bytes() == state
     assert second.held_out == first.held_out
 
 
 def test_curves_are_written(workshop: tuple[Path, Target], tmp_path: Path) -> None:
     folder, _ = workshop
-    run = run_training(recipe(folder), tmp_path, quiet=True)
+    run = finish(recipe(folder), tmp_path, quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == sorted({*range(3, run.steps + 1, 3), run.steps})
     assert rows[-1]["acceptance_length"] == pytest.approx(run.held_out.acceptance_length)
@@ -128,3 +136,11 @@ def test_answers_that_are_all_too_long_are_refused(workshop: tuple[Path, Target]
     folder, _ = workshop
     with pytest.raises(UserError, match="no usable answers"):
         run_training(recipe(folder, max_length=8), tmp_path, quiet=True)
+
+
+def test_a_run_stopped_by_its_time_goes_on(workshop: tuple[Path, Target], tmp_path: Path) -> None:
+    folder, _ = workshop
+    whole = finish(recipe(folder), tmp_path / "whole", quiet=True)
+    assert run_training(recipe(folder), tmp_path / "parts", quiet=True, stop_after_s=0.0) is None
+    assert not (tmp_path / "parts" / "checkpoint").exists()
+    assert finish(recipe(folder), tmp_path / "parts", quiet=True).held_out == whole.held_out

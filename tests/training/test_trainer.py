@@ -54,7 +54,9 @@ def steps(trainer: Trainer, count: int) -> list[dict[str, float]]:
 
 
 def silent(trainer: Trainer) -> HeldOut:
-    return trainer.run(lambda *_: None, lambda *_: None)
+    result = trainer.run(lambda *_: None, lambda *_: None)
+    assert result is not None
+    return result
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

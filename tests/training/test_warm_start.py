@@ -13,6 +13,7 @@ from torch import Tensor
 from dspine.drafters.backbone import ContextBatch
 from dspine.drafters.checkpoint import save_drafter
 from dspine.drafters.config import default_layer_ids
+from dspine.drafters.registry import DRAFTERS
 from dspine.errors import UserError
 from dspine.targets.model import Target
 from dspine.training.recipe import Recipe
@@ -34,7 +35,7 @@ def recipe(drafter: str = "dspine", **model: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("drafter", ["dspine", "dflash"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_drafter_for_every_family(make_target: Any, family: str, drafter: str) -> None:
     target = make_target(family)
     made = new_drafter(recipe(drafter), target, None)
@@ -149,6 +150,15 @@ def test_going_on_from_a_checkpoint(tiny_target: Target, tmp_path: Path) -> None
         assert torch.equal(ours, theirs), name
         assert ours.requires_grad
     assert second.draft_ids.tolist() == list(range(20, 50))
+
+
+def test_token_weights_fit_one_vocabulary(tiny_target: Target, tmp_path: Path) -> None:
+    shape = {"options": {"selector_rank": 4, "num_candidates": 3, "conv_groups_of": 4}}
+    save_drafter(new_drafter(recipe("dflash2", **shape), tiny_target, torch.arange(8)), tmp_path / "first")
+    again = recipe("dflash2", start="checkpoint", checkpoint=str(tmp_path / "first"), **shape)
+    new_drafter(again, tiny_target, torch.arange(8))
+    with pytest.raises(UserError, match="has weights for 8 tokens to draft, the recipe's corpus chooses 8, not all the same"):
+        new_drafter(again, tiny_target, torch.arange(1, 9))
 
 
 def test_a_checkpoint_of_another_shape_is_no_start(tiny_target: Target, tmp_path: Path) -> None:

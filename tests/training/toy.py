@@ -68,7 +68,16 @@ def toy_answers(target: Target, count: int = 16) -> ToyAnswers:
 
 def tiny_options(drafter: str) -> dict[str, int | str]:
     """A drafter's own options at a size for tests."""
-    tiny: dict[str, int | str] = {"transfer_rank": 6, "message_width": 4, "num_candidates": 4}
+    tiny: dict[str, int | str] = {
+        "transfer_rank": 6,
+        "message_width": 4,
+        "num_candidates": 4,
+        "gru_width": 6,
+        "correction_rank": 4,
+        "markov_rank": 4,
+        "conv_groups_of": 4,
+        "selector_rank": 5,
+    }
     return {name: tiny[name] for name in drafter_class(drafter).Options.model_fields if name in tiny}
 
 

@@ -15,6 +15,7 @@ import typer
 from dspine import __version__
 from dspine.commands import evaluate
 from dspine.commands.bench import bench
+from dspine.commands.compare import compare
 from dspine.commands.console import note, print_error, show_help_without_command
 from dspine.commands.data import app as data_app
 from dspine.commands.generate import generate
@@ -64,6 +65,7 @@ app.command()(bench)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(data_app, name="data")
 app.command()(train)
+app.command()(compare)
 app.command()(info)
 app.command()(drafters)
 

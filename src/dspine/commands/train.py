@@ -16,6 +16,9 @@ def train(
         Path, typer.Option("--output", "-o", help="Folder for state, curves and the checkpoint; resumed if it has a state.")
     ],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: section.key=value. Repeatable.")] = None,
+    stop_after: Annotated[
+        float, typer.Option(help="Stop after so many minutes of training, state saved; 0 = train to the end.")
+    ] = 0.0,
     threads: Annotated[
         int, typer.Option(help="CPU threads; 0 = all. With other work on the machine, 1 avoids waiting threads.")
     ] = 0,
@@ -33,6 +36,8 @@ def train(
 
       accelerate launch -m dspine.commands.main train qwen3-8b -o runs/qwen3-8b --set data.answers='[answers.jsonl.gz]'
     """
+    import math
+
     import torch
 
     from dspine.training.recipe import load_recipe
@@ -40,4 +45,4 @@ def train(
 
     if threads:
         torch.set_num_threads(threads)
-    run_training(load_recipe(recipe, overrides), output)
+    run_training(load_recipe(recipe, overrides), output, stop_after_s=60 * stop_after if stop_after > 0 else math.inf)

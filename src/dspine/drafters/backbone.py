@@ -8,14 +8,16 @@ Shapes: s context tokens, a anchors (blocks), B slots, d hidden, h query heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine.drafters.config import DrafterConfig
+from dspine.modules.decoder import Around, Mix
 
 _ANCHORS_PER_PART = 64  # block keys of one attention call grow with its anchors; 64 keep them below a long context's
 
@@ -82,16 +84,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DraftAttention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
         super().__init__()
         d, e = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, e
-        self.q_proj = nn.Linear(d, self.heads * e, bias=False)
-        self.k_proj = nn.Linear(d, self.kv_heads * e, bias=False)
-        self.v_proj = nn.Linear(d, self.kv_heads * e, bias=False)
+        self.q_proj = nn.Linear(input_size, self.heads * e, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * e, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * e, bias=False)
         self.o_proj = nn.Linear(self.heads * e, d, bias=False)
         self.q_norm = RMSNorm(e, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(e, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
@@ -99,7 +104,7 @@ class DraftAttention(nn.Module):
 
     def forward(self, x: Tensor, fused: Tensor, parts: list[AttentionPart], block_rope: Rotary, context_rope: Rotary) -> Tensor:
         """x [a, B, d] (normed block), fused [s, d] -> [a, B, d]."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))), *block_rope)
+        q = self.queries(x, *block_rope)
         k, v = self.keys_values(x, *block_rope)
         context_k, context_v = self.keys_values(fused, *context_rope)
         out = [
@@ -141,20 +146,41 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    """A decoder layer whose attention reads `input_parts` vectors of width d side by side."""
+
+    def __init__(self, config: DrafterConfig, input_parts: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, input_parts * config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
 
-    def forward(self, x: Tensor, fused: Tensor, parts: list[AttentionPart], block_rope: Rotary, context_rope: Rotary) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), fused, parts, block_rope, context_rope)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, fused: Tensor, parts: list[AttentionPart], block_rope: Rotary, context_rope: Rotary,
+        around: Around | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [a, B, d], fused [s, d] -> [a, B, d]. Only the block passes through `around`, the context does not."""
+
+        def attention(normed: Tensor) -> Tensor:
+            return self.self_attn(normed, fused, parts, block_rope, context_rope)
+
+        x = x + mixed(attention, self.input_layernorm(x), None if around is None else around.attention)
+        return x + mixed(self.mlp, self.post_attention_layernorm(x), None if around is None else around.mlp)
 
 
-class Backbone(nn.Module):
-    """fc, hidden_norm, the layers, and the final norm. The target's embedding and head stay the target's."""
+def mixed(sublayer: Callable[[Tensor], Tensor], normed: Tensor, mix: Mix | None) -> Tensor:
+    """A sublayer's output for its normed input, by way of what stands around it."""
+    if mix is None:
+        return sublayer(normed)
+    normed, after = mix(normed)
+    return after(sublayer(normed))
+
+
+class BackboneParts(nn.Module):
+    """fc, hidden_norm, the layers, and the final norm: what any backbone is made of, and what a runner packs. The target's
+    embedding and head stay the target's."""
+
+    input_parts: ClassVar[int] = 1
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -162,7 +188,7 @@ class Backbone(nn.Module):
         self.config = config
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, self.input_parts) for _ in range(config.num_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
 
     def initialise(self) -> None:
@@ -174,30 +200,39 @@ class Backbone(nn.Module):
     def draft_layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """cos and sin [..., 1, e / 2] at `positions`."""
+        angles = positions.float()[..., None] * rope_frequencies(self.config, positions.device)
+        return angles.cos()[..., None, :].to(dtype), angles.sin()[..., None, :].to(dtype)
+
+
+class Backbone(BackboneParts):
+    """The block backbone: all slots of a block in one pass over the fused context."""
+
     def fuse(self, features: Tensor) -> Tensor:
         """One context feature per token [s, d] from the taps [s, taps * d]."""
         return self.hidden_norm(self.fc(features))
 
-    def forward(self, block: Tensor, context: ContextBatch, after_layer: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, block: Tensor, context: ContextBatch, after_layer: Callable[[int, Tensor], Tensor] | None = None,
+        around: Sequence[Around] = (),
+    ) -> Tensor:  # fmt: skip
         """block [a, B, d] (input embeddings) -> the last layer's states [a, B, d], before the final norm.
 
-        `after_layer(l, x)` may replace a layer's output, which is where DSpine injects.
+        `after_layer(l, x)` may replace a layer's output, which is where DSpine injects; `around[l]`, of every layer or none,
+        stands around its sublayers, which is where DFlash2 convolves.
         """
         fused = self.fuse(context.features)
         parts = context.parts(block.shape[1], self.config.attention == "causal", fused.dtype)
         slots = torch.arange(block.shape[1], device=block.device)
-        block_rope = self._rope(context.positions[context.anchors][:, None] + slots, block.dtype)
-        context_rope = self._rope(context.positions, block.dtype)
+        block_rope = self.rope(context.positions[context.anchors][:, None] + slots, block.dtype)
+        context_rope = self.rope(context.positions, block.dtype)
         x = block
         for i, layer in enumerate(self.layers):
-            x = layer(x, fused, parts, block_rope, context_rope)
+            x = layer(x, fused, parts, block_rope, context_rope, around[i] if around else None)
             if after_layer is not None:
                 x = after_layer(i, x)
         return x
-
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[..., None] * rope_frequencies(self.config, positions.device)
-        return angles.cos()[..., None, :].to(dtype), angles.sin()[..., None, :].to(dtype)
 
 
 def rope_frequencies(config: DrafterConfig, device: torch.device | str) -> Tensor:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from dspine.drafters.backbone import Backbone, ContextBatch
+from dspine.drafters.backbone import Backbone, BackboneParts, ContextBatch
 from dspine.drafters.config import DrafterConfig
 from dspine.errors import UserError
 from dspine.modules.kv_cache import KVCache
@@ -77,11 +77,15 @@ def mean_ce(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposal for b rows: `tokens` [b, m]; for sampled rows also the sparse q, `q_ids` and `q_probs` [b, m, k]."""
+    """A proposal for b rows: `tokens` [b, m]; for sampled rows also the sparse q, `q_ids` and `q_probs` [b, m, k].
+
+    `survival` [b, m] is the drafter's own estimate, where it has one, of P(candidate t accepted | all before it).
+    """
 
     tokens: Tensor
     q_ids: Tensor | None = None
     q_probs: Tensor | None = None
+    survival: Tensor | None = None
 
 
 class DraftRunner(Protocol):
@@ -133,6 +137,9 @@ class BlockDrafter(nn.Module, ABC):
     Options: ClassVar[type[Options]] = Options
     alignments: ClassVar[tuple[str, ...]] = ("same",)
     attentions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
+    has_token_weights: ClassVar[bool] = False  # weights of its own for each token to draft: they fit one draft vocabulary only
+    backbone_class: ClassVar[type[BackboneParts]] = Backbone
+    backbone: BackboneParts
     draft_ids: Tensor
 
     def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None) -> None:
@@ -146,7 +153,7 @@ class BlockDrafter(nn.Module, ABC):
                     f"{field} = {value} is not a {config.drafter} drafter's, which has {field} = {' or '.join(known)}"
                 )
         self.config = config
-        self.backbone = Backbone(config)
+        self.backbone = self.backbone_class(config)
         ids = torch.zeros(0, dtype=torch.int64) if draft_ids is None else draft_ids.long().sort().values
         if ids.shape[0] != config.draft_vocab_size:
             raise ValueError(f"{ids.shape[0]} draft token ids for a draft_vocab_size of {config.draft_vocab_size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,9 +59,14 @@ def replace_folder(new: Path, folder: Path) -> None:
     folder.chmod(0o755)
 
 
-def load_drafter(folder: Path, target: Target) -> BlockDrafter:
-    """Load a checkpoint for `target`. Raises UserError for a damaged one and for one that does not fit."""
+def load_drafter(folder: Path, target: Target, *, options: Mapping[str, int | float | bool | str] | None = None) -> BlockDrafter:
+    """Load a checkpoint for `target`. Raises UserError for a damaged one and for one that does not fit.
+
+    `options` change the drafter's own where they only matter in decoding (the number of candidates, say).
+    """
     config = DrafterConfig.read(folder)
+    if options:
+        config = config.model_copy(update={"options": {**config.options, **options}})
     cls = drafter_class(config.drafter)
     config.check(target)
     file = folder / WEIGHTS

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from dspine.drafters.base import BlockDrafter
 from dspine.drafters.dflash import DFlash
+from dspine.drafters.dflash2 import DFlash2
+from dspine.drafters.domino import Domino
+from dspine.drafters.dspark import DSpark
 from dspine.drafters.dspine import DSpine
 from dspine.errors import UserError
 
@@ -18,7 +21,10 @@ class Entry:
 
 DRAFTERS = {
     "dflash": Entry(DFlash, "DFlash: block-parallel drafting on fused target features"),
+    "dflash2": Entry(DFlash2, "DFlash2: two-tap dynamic convolution and a top-K path selector"),
     "dspine": Entry(DSpine, "Draft in Parallel, Condition Through Depth (arXiv 2609.36173)"),
+    "domino": Entry(Domino, "Domino (arXiv 2605.29707): anchor-first backbone with a causal correction head"),
+    "dspark": Entry(DSpark, "DSpark (DeepSpec): anchor-first backbone with a Markov head and confidence"),
 }
 
 

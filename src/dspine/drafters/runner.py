@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine.drafters.backbone import Backbone, DraftLayer, RMSNorm, rope_frequencies
+from dspine.drafters.backbone import BackboneParts, DraftLayer, RMSNorm, rope_frequencies
 from dspine.drafters.config import DrafterConfig
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm, qkv_weight
@@ -25,7 +25,7 @@ Cast = Callable[[Tensor], Tensor]
 class BackboneRunner:
     """The shared half of every block drafter's runner: context in, final-normed block states out."""
 
-    def __init__(self, backbone: Backbone, target: Target) -> None:
+    def __init__(self, backbone: BackboneParts, target: Target) -> None:
         config, dtype, device = backbone.config, target.dtype, target.device
         self.config: DrafterConfig = config
         self.target = target
@@ -59,12 +59,15 @@ class BackboneRunner:
 
     def extend(self, features: Tensor, next_tokens: Tensor, cache: KVCache) -> None:
         """Write context K/V of features [b, n, taps * d] past the lengths of rows 0..b-1; committing is the caller's."""
-        b, n, _ = features.shape
+        self.store_context(self.norm(self._fc(features), self._hidden_norm), cache)
+
+    def store_context(self, inputs: Tensor, cache: KVCache) -> CacheIndex:
+        """Write every layer's keys and values of the context's `inputs` [b, n, .]; returns where they went."""
+        b, n, _ = inputs.shape
         spec = self.stack.spec
         kv_heads = spec.num_kv_heads
-        fused = self.norm(self._fc(features), self._hidden_norm)
-        kv = self._context_kv(fused).view(b, n, self.config.num_layers, 2 * kv_heads, spec.head_dim)
-        index = CacheIndex(cache, b, n, features.device)
+        kv = self._context_kv(inputs).view(b, n, self.config.num_layers, 2 * kv_heads, spec.head_dim)
+        index = CacheIndex(cache, b, n, inputs.device)
         factors = self.stack.rope.at(index.positions, index.visible)
         for i, layer in enumerate(self.stack.layers):
             layer_kv = kv[:, :, i]
@@ -73,6 +76,7 @@ class BackboneRunner:
                 keys.copy_(F.rms_norm(keys, (spec.head_dim,), layer.k_norm, spec.norm_eps))
             self.stack.rope.apply_(keys, factors)
             cache.store(i, layer_kv, index)
+        return index
 
     def block_states(self, anchors: Tensor, cache: KVCache, width: int, after_layer: AfterLayer | None = None) -> Tensor:
         """Last-layer states [b, w, d] of a block of `width` slots at anchors [b], before the final norm."""

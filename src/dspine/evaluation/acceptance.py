@@ -10,8 +10,6 @@ continues the conversation with the answer that was just generated.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from dspine.decoding.stats import DecodeStats
 from dspine.errors import UserError
 from dspine.evaluation.benchmarks import Benchmark, encode_conversation
 from dspine.evaluation.machine import machine_facts
+from dspine.files import write_text
 
 TURN_SEEDS = 64  # seeds set aside for one conversation's turns
 RESAMPLES = 2000
@@ -81,15 +80,7 @@ class AcceptanceReport:
 
     def write(self, file: Path) -> None:
         """Write JSON by one rename: readers see the old file or the whole new one."""
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(asdict(self), stream, indent=2)
-                stream.write("\n")
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_text(file, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def measure_acceptance(

@@ -21,6 +21,16 @@ from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.rope import Rope, interleave_halves
 
 AfterLayer = Callable[[int, Tensor], Tensor]
+# Stands around a sublayer: its normed input -> what the sublayer reads instead, and what its output passes through.
+Mix = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What stands around the two sublayers of a layer (DFlash2's convolutions)."""
+
+    attention: Mix
+    mlp: Mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +70,7 @@ class LayerWeights:
     k_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None  # Gemma 2: norms on the sublayers' outputs
     post_mlp_norm: Tensor | None = None
+    around: Around | None = None
 
 
 def qkv_weight(q: Tensor, k: Tensor, v: Tensor, spec: DecoderSpec, rope: Rope) -> Tensor:
@@ -106,14 +117,15 @@ class DecoderStack:
         for i, layer in enumerate(self.layers):
             window = self.spec.window(i)
             if window not in masks:
-                masks[window] = self._mask(index, window, x.dtype)
+                masks[window] = self.mask(index, window, x.dtype)
             x = self._attention(i, layer, x, cache, index, factors, masks[window])
-            x = self._mlp(layer, x)
+            x = self.mlp(layer, x)
             if after_layer is not None:
                 x = after_layer(i, x)
         return x
 
-    def _mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of a step's queries; None where they may see everything."""
         groups = self.spec.groups
         seen = index.block_mask(groups) if self.spec.bidirectional else index.causal_mask(groups, window)
         if seen is None:
@@ -123,10 +135,22 @@ class DecoderStack:
     def _attention(
         self, i: int, layer: LayerWeights, x: Tensor, cache: KVCache, index: CacheIndex, factors: Tensor, mask: Tensor | None
     ) -> Tensor:
+        y, after = self._norm(x, layer.input_norm), None
+        if layer.around is not None:
+            y, after = layer.around.attention(y)
+        out = self.attend(i, layer, y, cache, index, factors, mask)
+        if layer.post_attention_norm is None and after is None:
+            return layer.output(out, add=x)
+        return x + self._through(layer.output(out), after, layer.post_attention_norm)
+
+    def attend(
+        self, i: int, layer: LayerWeights, y: Tensor, cache: KVCache, index: CacheIndex, factors: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """What the heads of layer i gather [b, n, h * head_dim] for its inputs y [b, n, .], whose keys and values are stored."""
         spec = self.spec
-        b, n, _ = x.shape
+        b, n, _ = y.shape
         h, k = spec.num_heads, spec.num_kv_heads
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(b, n, h + 2 * k, spec.head_dim)
+        qkv = layer.qkv(y).view(b, n, h + 2 * k, spec.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             qkv[:, :, :h] = F.rms_norm(qkv[:, :, :h], (spec.head_dim,), layer.q_norm, spec.norm_eps)
             qkv[:, :, h : h + k] = F.rms_norm(qkv[:, :, h : h + k], (spec.head_dim,), layer.k_norm, spec.norm_eps)
@@ -135,13 +159,10 @@ class DecoderStack:
         # The g query heads of one key/value head become g * n queries of it: nothing is repeated.
         q = qkv[:, :, :h].view(b, n, k, spec.groups, spec.head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(b, k, spec.groups * n, spec.head_dim)
-        out = self._attend(q, keys, values, mask)
-        out = out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
-        if layer.post_attention_norm is None:
-            return layer.output(out, add=x)
-        return x + self._norm(layer.output(out), layer.post_attention_norm)
+        out = self._weighted(q, keys, values, mask)
+        return out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _weighted(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         spec = self.spec
         if spec.attention_softcap is None:
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.attention_scale)
@@ -151,13 +172,22 @@ class DecoderStack:
             scores = scores + mask
         return torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+    def mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """The second half of a layer, its residual included."""
+        y, after = self._norm(x, layer.mlp_norm), None
+        if layer.around is not None:
+            y, after = layer.around.mlp(y)
+        gate, up = layer.gate_up(y).chunk(2, -1)
         gate = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
         inner = gate.mul_(up)
-        if layer.post_mlp_norm is None:
+        if layer.post_mlp_norm is None and after is None:
             return layer.down(inner, add=x)
-        return x + self._norm(layer.down(inner), layer.post_mlp_norm)
+        return x + self._through(layer.down(inner), after, layer.post_mlp_norm)
+
+    def _through(self, y: Tensor, after: Callable[[Tensor], Tensor] | None, post_norm: Tensor | None) -> Tensor:
+        """A sublayer's output on its way to the residual."""
+        y = y if after is None else after(y)
+        return y if post_norm is None else self._norm(y, post_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.norm_eps)

@@ -6,8 +6,11 @@ length are garbage that the attention mask never shows.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 
 class KVCache:
@@ -38,12 +41,18 @@ class KVCache:
             self.data[i] = new
         self.capacity = grown
 
-    def row(self, row: int) -> KVCache:
+    def row(self, row: int) -> Self:
         """One row as a cache of its own that shares this one's memory. Reserve first: growing a view would detach it."""
-        view = KVCache.__new__(KVCache)
-        view.kv_heads, view.rows, view.capacity = self.kv_heads, 1, self.capacity
-        view.data = [data[row : row + 1] for data in self.data]
-        view.lengths = self.lengths[row : row + 1]
+        return self._view(slice(row, row + 1), self.lengths[row : row + 1])
+
+    def at(self, lengths: Tensor) -> Self:
+        """The first rows' memory under other lengths [b], which are the view's own. Reserve first, as for `row`."""
+        return self._view(slice(lengths.shape[0]), lengths)
+
+    def _view(self, rows: slice, lengths: Tensor) -> Self:
+        view = copy.copy(self)
+        view.rows, view.lengths = lengths.shape[0], lengths
+        view.data = [data[rows] for data in self.data]
         return view
 
     def store(self, layer: int, kv: Tensor, index: CacheIndex) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
 Vocabulary-wide terms are computed in row chunks that are recomputed in the backward pass, so that the peak holds one
 chunk of logits whatever the number of anchors.
 
-Shapes: n rows (every candidate slot of every block), d hidden, v vocabulary, k candidates.
+Shapes: n rows (every candidate slot of every block), d hidden, r rank of a bias, v vocabulary, k candidates.
 """
 
 from __future__ import annotations
@@ -67,16 +67,19 @@ class VocabularyTerms:
     teacher_lse: Tensor | None
 
 
-def vocabulary_terms(hidden: Tensor, teacher: Tensor | None, labels: Tensor, head: DraftHead, k: int) -> VocabularyTerms:
+def vocabulary_terms(
+    hidden: Tensor, teacher: Tensor | None, labels: Tensor, head: DraftHead, k: int, bias: tuple[Tensor, Tensor] | None = None
+) -> VocabularyTerms:
     """CE and L1 of draft states [n, d] against label rows [n] and teacher states [n, d] (None: no L1).
 
-    A restricted draft vocabulary renormalises the teacher on it.
+    A restricted draft vocabulary renormalises the teacher on it. `bias` = (S [n, r], W [v', r]) adds the rows of S W^T to
+    the draft's logits, after the soft-cap; like them it is never held for more than a chunk.
     """
     rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
     parts = []
     for i in range(0, hidden.shape[0], rows):
         piece = slice(i, i + rows)
-        arguments = (hidden[piece], None if teacher is None else teacher[piece], labels[piece], head, k)
+        arguments = (hidden[piece], None if teacher is None else teacher[piece], labels[piece], head, k, _rows(bias, piece))
         one_chunk = hidden.shape[0] <= rows
         parts.append(_terms(*arguments) if one_chunk else checkpoint(_terms, *arguments, use_reentrant=False))
     ce, l1, top, lse = zip(*parts, strict=True)
@@ -85,10 +88,17 @@ def vocabulary_terms(hidden: Tensor, teacher: Tensor | None, labels: Tensor, hea
     )
 
 
+def _rows(bias: tuple[Tensor, Tensor] | None, piece: slice) -> tuple[Tensor, Tensor] | None:
+    return None if bias is None else (bias[0][piece], bias[1])
+
+
 def _terms(
-    hidden: Tensor, teacher: Tensor | None, labels: Tensor, head: DraftHead, k: int
+    hidden: Tensor, teacher: Tensor | None, labels: Tensor, head: DraftHead, k: int, bias: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     logits = head.logits(hidden)
+    if bias is not None:
+        states, weight = bias
+        logits = logits + F.linear(states, weight.to(states.dtype)).float()
     log_q = F.log_softmax(logits, -1)
     known = labels >= 0
     ce = -log_q.gather(1, labels.clamp(min=0)[:, None])[:, 0] * known

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dspine.errors import UserError
+from dspine.files import write_text
 
 BYTES_PER_VALUE = 2
 FLOAT16_MAX = 65504.0  # some targets have larger activations in a few dimensions
@@ -53,9 +54,7 @@ class FeatureStore:
     def _check_facts(self, facts: dict[str, Any]) -> None:
         described = self.folder / "store.json"
         if not described.is_file():
-            work = described.with_suffix(".tmp")
-            work.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            work.replace(described)
+            write_text(described, json.dumps(facts, indent=2) + "\n")
             return
         try:
             found = json.loads(described.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -94,12 +95,17 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
     Raises UserError naming the first field that is wrong.
     """
-    data = _read(name)
+    data = read_recipe(name)
     for item in overrides or []:
         drafter = data.get("drafter")
         _override(data, item)
         if data.get("drafter") != drafter:
-            _drop_options(data)
+            drop_options(data)
+    return validate_recipe(data, name)
+
+
+def validate_recipe(data: dict[str, object], name: str) -> Recipe:
+    """The typed recipe of a mapping; raises UserError naming the first field that is wrong."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -108,7 +114,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"recipe {name}: {where}: {first['msg']} (got {first.get('input')!r})") from error
 
 
-def _read(name: str, derived: tuple[str, ...] = ()) -> dict[str, object]:
+def read_recipe(name: str, derived: tuple[str, ...] = ()) -> dict[str, object]:
     """A recipe's mapping, laid over its `base` recipe's if it names one; `derived` are the recipes based on this one."""
     if name in derived:
         raise UserError(f"recipe {name} is based on itself: {' -> '.join((*derived, name))}")
@@ -123,13 +129,18 @@ def _read(name: str, derived: tuple[str, ...] = ()) -> dict[str, object]:
     base = data.pop("base", None)
     if base is None:
         return data
-    lower = _read(str(base), (*derived, name))
-    if data.get("drafter", lower.get("drafter")) != lower.get("drafter"):
-        _drop_options(lower)
-    return _merge(lower, data)
+    return overlay(read_recipe(str(base), (*derived, name)), data)
 
 
-def _drop_options(data: dict[str, object]) -> None:
+def overlay(lower: dict[str, object], changes: dict[str, object]) -> dict[str, object]:
+    """`changes` laid over a recipe's mapping; another kind of drafter leaves the lower one's options behind."""
+    lower = copy.deepcopy(lower)
+    if changes.get("drafter", lower.get("drafter")) != lower.get("drafter"):
+        drop_options(lower)
+    return merge(lower, changes)
+
+
+def drop_options(data: dict[str, object]) -> None:
     """Options are one kind of drafter's: a recipe changed to another kind does not keep them."""
     model = data.get("model")
     if isinstance(model, dict):
@@ -148,11 +159,11 @@ def _text(name: str) -> str:
     return built_in.read_text(encoding="utf-8")
 
 
-def _merge(base: dict[str, object], changes: dict[str, object]) -> dict[str, object]:
+def merge(base: dict[str, object], changes: dict[str, object]) -> dict[str, object]:
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,36 @@ class TrainingRun:
     steps: int
 
 
-def run_training(recipe: Recipe, output: Path, *, export_dtype: torch.dtype = torch.bfloat16, quiet: bool = False) -> TrainingRun:
+def run_training(
+    recipe: Recipe,
+    output: Path,
+    *,
+    export_dtype: torch.dtype = torch.bfloat16,
+    quiet: bool = False,
+    stop_after_s: float = math.inf,
+) -> TrainingRun | None:
     """Train as `recipe` says into `output` (resuming what is there) and export `output`/checkpoint.
 
+    Returns None when stopped after `stop_after_s` seconds of training, its state saved: the same call goes on.
     Raises UserError for answers, folders and settings that do not fit, before any training.
     """
+    trainer, console = prepare_training(recipe, output, quiet=quiet)
+    output.mkdir(parents=True, exist_ok=True)
+    active = trainer.accelerator.is_main_process
+    with Reporter(output, console, trainer.total_steps, trainer.step, active=active) as reporter:
+        held_out = trainer.run(reporter.on_step, reporter.on_eval, stop_after_s)
+    if held_out is None:
+        console.print(f"stopped at step {trainer.step} of {trainer.total_steps}; the same command goes on from there")
+        return None
+    checkpoint = output / "checkpoint"
+    if active:
+        export(trainer.drafter, held_out, checkpoint, export_dtype)
+    console.print(f"held-out acceptance length {held_out.acceptance_length:.3f}; checkpoint: {checkpoint}")
+    return TrainingRun(checkpoint, held_out, trainer.step)
+
+
+def prepare_training(recipe: Recipe, output: Path, *, quiet: bool = False) -> tuple[Trainer, Console]:
+    """Everything up to the first step: the target read, features cached, the trainer resumed. See `run_training`."""
     process = PartialState(cpu=not torch.cuda.is_available())
     console = Console(stderr=True, quiet=quiet or not process.is_main_process)
     target = Target.load(recipe.target, dtype=_target_dtype(recipe), keep_model=recipe.model.start == "target_layers")
@@ -59,14 +85,7 @@ def run_training(recipe: Recipe, output: Path, *, export_dtype: torch.dtype = to
     trainer = Trainer(recipe, target, drafter, source, output)
     resumed = trainer.resume()
     _announce(trainer, recipe, len(answers), resumed, console)
-    output.mkdir(parents=True, exist_ok=True)
-    with Reporter(output, console, trainer.total_steps, trainer.step, active=process.is_main_process) as reporter:
-        held_out = trainer.run(reporter.on_step, reporter.on_eval)
-    checkpoint = output / "checkpoint"
-    if process.is_main_process:
-        export(drafter, held_out, checkpoint, export_dtype)
-    console.print(f"held-out acceptance length {held_out.acceptance_length:.3f}; checkpoint: {checkpoint}")
-    return TrainingRun(checkpoint, held_out, trainer.step)
+    return trainer, console
 
 
 def export(drafter: BlockDrafter, held_out: HeldOut, folder: Path, dtype: torch.dtype) -> None:

@@ -83,9 +83,21 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self, on_step: Callable[[int, dict[str, float]], None], on_eval: Callable[[int, HeldOut], None]) -> HeldOut:
-        """Train to the end, reporting each step's numbers; returns the last held-out result."""
+    def run(
+        self,
+        on_step: Callable[[int, dict[str, float]], None],
+        on_eval: Callable[[int, HeldOut], None],
+        stop_after_s: float = math.inf,
+    ) -> HeldOut | None:
+        """Train to the end, reporting each step's numbers; returns the last held-out result.
+
+        After `stop_after_s` seconds the state is saved and None returned: the next run goes on from there.
+        """
+        begun = time.perf_counter()
         while self.step < self.total_steps:
+            if self._agree(time.perf_counter() - begun > stop_after_s):
+                self.save()
+                return None
             started = time.perf_counter()
             metrics = self.train_step(self.step)
             metrics["step_s"] = time.perf_counter() - started
@@ -181,6 +193,12 @@ class Trainer:
     def _add_up(self, value: Tensor) -> Tensor:
         """The sum over processes."""
         return self.accelerator.reduce(value, reduction="sum") if self.accelerator.num_processes > 1 else value
+
+    def _agree(self, stop: bool) -> bool:
+        """Whether any process wants to stop: all stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        return bool(self._add_up(torch.tensor(float(stop), device=self.accelerator.device)) > 0)
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Processes exchange gradients once a step, after the last micro-batch."""

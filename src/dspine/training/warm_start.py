@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch.nn import functional as F
 
 from dspine.drafters.base import BlockDrafter
 from dspine.drafters.checkpoint import load_drafter
@@ -31,7 +32,7 @@ def new_drafter(recipe: Recipe, target: Target, draft_ids: Tensor | None) -> Blo
     """
     torch.manual_seed(recipe.seed)
     try:
-        config = _drafter_config(recipe, target, 0 if draft_ids is None else draft_ids.shape[0])
+        config = drafter_config(recipe, target, 0 if draft_ids is None else draft_ids.shape[0])
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"the recipe's drafter is impossible for {target.name}: {first['msg']}") from error
@@ -60,17 +61,16 @@ def copy_checkpoint(drafter: BlockDrafter, folder: Path, target: Target) -> None
             raise UserError(
                 f"{folder} has {field} = {theirs[field]}, the recipe {value}; start from a checkpoint of the same shape"
             )
-    state = {name: tensor for name, tensor in start.state_dict().items() if name != "draft_ids"}
-    try:
-        drafter.load_state_dict(state, strict=False)
-    except RuntimeError as error:
+    if drafter.has_token_weights and not torch.equal(start.draft_ids, drafter.draft_ids):
         raise UserError(
-            f"{folder} has weights for a vocabulary of {start.config.draft_vocab_size or target.vocab_size}, the recipe for "
-            f"{drafter.config.draft_vocab_size or target.vocab_size}; start from a checkpoint of the same draft_vocab_size"
-        ) from error
+            f"{folder} has weights for {start.config.vocabulary} tokens to draft, the recipe's corpus chooses "
+            f"{drafter.config.vocabulary}, not all the same; start from a checkpoint of this corpus, or with draft_vocab_size: 0"
+        )
+    state = {name: tensor for name, tensor in start.state_dict().items() if name != "draft_ids"}
+    drafter.load_state_dict(state, strict=False)
 
 
-def _drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> DrafterConfig:
+def drafter_config(recipe: Recipe, target: Target, draft_vocab_size: int) -> DrafterConfig:
     """The recipe's choices and the target's own shape; what its family does not state is as in a Llama of its size."""
     model, facts, config = recipe.model, TargetFacts.of(target), target.config
     cls = drafter_class(recipe.drafter)
@@ -114,7 +114,8 @@ def copy_target_layers(drafter: BlockDrafter, target: Target) -> None:
     if drafter.config.qk_norm != hasattr(sources[0].self_attn, "q_norm"):
         raise UserError(f"start: target_layers needs qk_norm: {not drafter.config.qk_norm}, as {target.name} has it")
     for source, layer in zip(sources, backbone.layers, strict=True):
-        state = {name: tensor.float() for name, tensor in source.state_dict().items() if name in layer.state_dict()}
+        own = layer.state_dict()
+        state = {name: _widened(tensor.float(), own[name]) for name, tensor in source.state_dict().items() if name in own}
         missing = layer.load_state_dict(state, strict=False).missing_keys
         if missing:
             raise UserError(
@@ -125,3 +126,8 @@ def copy_target_layers(drafter: BlockDrafter, target: Target) -> None:
     d = drafter.config.hidden_size
     backbone.fc.weight.zero_()
     backbone.fc.weight[:, -d:].copy_(torch.eye(d))
+
+
+def _widened(weight: Tensor, like: Tensor) -> Tensor:
+    """`weight`, blind to what stands before the hidden state where `like` reads more (EAGLE-3: the token's embedding)."""
+    return F.pad(weight, (like.shape[-1] - weight.shape[-1], 0))

@@ -1,0 +1,157 @@
+"""The comparison's one table: a line a row, as Markdown, CSV and JSON, from the result files alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dspine.comparison.plan import Plan
+from dspine.comparison.run import checkpoint_of, result_file
+from dspine.files import write_text
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """tau of one row on one benchmark at one temperature, with its 95 % interval over prompts."""
+
+    acceptance_length: float
+    low: float
+    high: float
+    by_position: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is known about one row; results are keyed by (benchmark, temperature)."""
+
+    name: str
+    drafter: str
+    parameters: int
+    results: dict[tuple[str, float], Result] = field(default_factory=dict)
+    speed: dict[str, Any] = field(default_factory=dict)
+
+
+def read_lines(plan: Plan, output: Path) -> list[Line]:
+    """The rows that are trained so far, with the results they have."""
+    lines = []
+    for name in plan.rows:
+        checkpoint = checkpoint_of(output, plan.weights_of(name))
+        if not checkpoint.is_dir():
+            continue
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        folder = output / "rows" / name
+        line = Line(name, config["drafter"], parameter_count(checkpoint / "model.safetensors"))
+        for benchmark in plan.decode.benchmarks:
+            for temperature in plan.decode.temperatures:
+                file = result_file(folder, benchmark, temperature)
+                if file.is_file():
+                    data = json.loads(file.read_text(encoding="utf-8"))
+                    low, high = data["acceptance_length_ci95"]
+                    positions = tuple(data["acceptance_by_position"])
+                    line.results[benchmark, temperature] = Result(data["acceptance_length"], low, high, positions)
+        speed = folder / "speed.json"
+        if speed.is_file():
+            line.speed.update(json.loads(speed.read_text(encoding="utf-8")))
+        lines.append(line)
+    return lines
+
+
+def parameter_count(file: Path) -> int:
+    """Trained numbers of a checkpoint (its draft vocabulary is a list of ids, not one)."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as weights:
+        names = [name for name in weights.keys() if name != "draft_ids"]  # noqa: SIM118 - not a mapping
+        return sum(_numel(weights.get_slice(name).get_shape()) for name in names)
+
+
+def _numel(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def gains(plan: Plan, lines: list[Line]) -> dict[tuple[str, float], tuple[float, str]]:
+    """By how much the reference beats the strongest row of another drafter: {(benchmark, T): (gain, its name)}."""
+    reference = next((line for line in lines if line.name == plan.reference), None)
+    found: dict[tuple[str, float], tuple[float, str]] = {}
+    if reference is None:
+        return found
+    for key, ours in reference.results.items():
+        others = [(line.results[key].acceptance_length, line.name) for line in lines if _rival(line, reference, key)]
+        if others:
+            best, name = max(others)
+            found[key] = (ours.acceptance_length / best - 1, name)
+    return found
+
+
+def _rival(line: Line, reference: Line, key: tuple[str, float]) -> bool:
+    return line.drafter != reference.drafter and key in line.results
+
+
+def columns(plan: Plan, lines: list[Line]) -> tuple[list[str], list[list[Cell]]]:
+    """Heads and cells of the table; a result not there yet is None."""
+    keys = [(benchmark, t) for benchmark in plan.decode.benchmarks for t in plan.decode.temperatures]
+    heads = ["row", "drafter", "parameters (M)"]
+    for benchmark, t in keys:
+        heads += [f"{benchmark} T={t:g}", f"{benchmark} T={t:g} low", f"{benchmark} T={t:g} high"]
+    heads += ["tok/s", "speedup", "draft share", "verify share", "round (ms)"]
+    body: list[list[Cell]] = []
+    for line in lines:
+        cells: list[Cell] = [line.name, line.drafter, round(line.parameters / 1e6, 2)]
+        for key in keys:
+            result = line.results.get(key)
+            cells += [None] * 3 if result is None else [result.acceptance_length, result.low, result.high]
+        cells += [line.speed.get(name) for name in ("spec_tok_per_s", "speedup", "draft_share", "verify_share", "round_ms")]
+        body.append(cells)
+    return heads, body
+
+
+def markdown(plan: Plan, lines: list[Line]) -> str:
+    """The table for reading: tau with its interval in one cell, the strongest of each column in bold, the gain below."""
+    keys = [(benchmark, t) for benchmark in plan.decode.benchmarks for t in plan.decode.temperatures]
+    best = {key: max((line.results[key].acceptance_length for line in lines if key in line.results), default=0.0) for key in keys}
+    heads = ["row", "drafter", "M", *(f"{benchmark} T={t:g}" for benchmark, t in keys), "tok/s", "draft", "verify"]
+    out = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]
+    for line in lines:
+        cells = [line.name, line.drafter, f"{line.parameters / 1e6:.1f}"]
+        for key in keys:
+            result = line.results.get(key)
+            if result is None:
+                cells.append("")
+                continue
+            tau = f"{result.acceptance_length:.2f}"
+            tau = f"**{tau}**" if result.acceptance_length == best[key] else tau
+            cells.append(f"{tau} ({result.low:.2f}-{result.high:.2f})")
+        speed = line.speed
+        cells += (
+            [f"{speed['spec_tok_per_s']:.0f}", f"{speed['draft_share']:.0%}", f"{speed['verify_share']:.0%}"]
+            if speed
+            else [""] * 3
+        )
+        out.append("| " + " | ".join(cells) + " |")
+    for (benchmark, t), (gain, rival) in gains(plan, lines).items():
+        out.append(f"\n{plan.reference} against the strongest other drafter on {benchmark} at T={t:g} ({rival}): {gain:+.1%}")
+    return "\n".join(out) + "\n"
+
+
+def write_tables(plan: Plan, output: Path) -> list[Line]:
+    """Write OUTPUT/table.md, .csv and .json from what is there; returns the lines."""
+    lines = read_lines(plan, output)
+    heads, body = columns(plan, lines)
+    write_text(output / "table.md", markdown(plan, lines))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([heads, *body])
+    write_text(output / "table.csv", text.getvalue())
+    rows = [dict(zip(heads, cells, strict=True)) for cells in body]
+    gain = [{"benchmark": b, "temperature": t, "gain": g, "rival": r} for (b, t), (g, r) in gains(plan, lines).items()]
+    write_text(output / "table.json", json.dumps({"rows": rows, "gains": gain}, indent=2) + "\n")
+    return lines
