@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspine.kernels.linear import PackedLinear
+from dspine.kernels.linear import GatedLinear, PackedLinear
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,3 +56,21 @@ def test_the_weight_may_be_a_transposed_view_and_freed_afterwards() -> None:
     if linear.packed:
         torch.testing.assert_close(linear(x), expected, atol=1e-5, rtol=1e-5)
     assert (linear.in_features, linear.out_features) == (8, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (3, 5), (40,)])
+@torch.inference_mode()
+def test_a_gated_product(shape: tuple[int, ...], activation: str, with_bias: bool, dtype: torch.dtype) -> None:
+    gate, up, x = random(24, 8, dtype=dtype), random(24, 8, seed=1, dtype=dtype), random(*shape, 8, seed=2, dtype=dtype)
+    biases = (random(24, seed=3, dtype=dtype), random(24, seed=4, dtype=dtype)) if with_bias else None
+    a, b = x.double() @ gate.double().T, x.double() @ up.double().T
+    if biases is not None:
+        a, b = a + biases[0].double(), b + biases[1].double()
+    curve = torch.nn.functional.silu(a) if activation == "silu" else torch.nn.functional.gelu(a, approximate="tanh")
+    linear = GatedLinear(gate, up, activation, biases)
+    assert linear.packed == (dtype == torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(linear(x).double(), curve * b, atol=tolerance, rtol=tolerance)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dspine.drafters.backbone import BackboneParts, DraftLayer, RMSNorm, rope_frequencies
 from dspine.drafters.config import DrafterConfig
-from dspine.kernels.linear import PackedLinear
+from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm, qkv_weight
 from dspine.modules.kv_cache import CacheIndex, KVCache
+from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
 from dspine.targets.model import Target
 
@@ -73,7 +73,7 @@ class BackboneRunner:
             layer_kv = kv[:, :, i]
             keys = layer_kv[:, :, :kv_heads]
             if layer.k_norm is not None:
-                keys.copy_(F.rms_norm(keys, (spec.head_dim,), layer.k_norm, spec.norm_eps))
+                keys.copy_(rms_norm(keys, layer.k_norm, spec.norm_eps))
             self.stack.rope.apply_(keys, factors)
             cache.store(i, layer_kv, index)
         return index
@@ -88,7 +88,7 @@ class BackboneRunner:
         return self.norm(x, self._norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return rms_norm(x, weight, self.config.rms_norm_eps)
 
 
 def _projections(layer: DraftLayer, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,7 @@ def _pack_layer(layer: DraftLayer, spec: DecoderSpec, rope: Rope, cast: Cast) ->
         qkv=pack_qkv(*_projections(layer, cast), spec, rope),
         output=PackedLinear(cast(attention.o_proj.weight)),
         mlp_norm=cast(layer.post_attention_layernorm.weight),
-        gate_up=PackedLinear(torch.cat((cast(mlp.gate_proj.weight), cast(mlp.up_proj.weight)))),
+        gate_up=GatedLinear(cast(mlp.gate_proj.weight), cast(mlp.up_proj.weight), "silu"),
         down=PackedLinear(cast(mlp.down_proj.weight)),
         q_norm=q_norm,
         k_norm=k_norm,

@@ -26,7 +26,7 @@ from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.stats import DecodeStats
 from dspine.errors import UserError
 from dspine.evaluation.machine import machine_facts, peak_memory_bytes
-from dspine.kernels.linear import PackedLinear
+from dspine.kernels.linear import GatedLinear, PackedLinear
 
 WARM_UP_TOKENS = 12
 PROFILED_PROMPTS = 3  # decoded once more, to see what of a round is matrix products
@@ -236,7 +236,8 @@ def _timed_products() -> Iterator[list[float]]:
 
         return wrapped
 
-    places: list[tuple[Any, str]] = [(PackedLinear, "__call__"), (F, "scaled_dot_product_attention"), (torch, "matmul")]
+    calls = [(PackedLinear, "__call__"), (GatedLinear, "__call__")]
+    places: list[tuple[Any, str]] = [*calls, (F, "scaled_dot_product_attention"), (torch, "matmul")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), original in zip(places, originals, strict=True):
         setattr(owner, name, timed(original))

@@ -17,6 +17,11 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
+    return packed
+
+
 class PackedLinear:
     """y = x W^T + b for x of shape [..., in_features]; `add` fuses a residual of the output's shape.
 
@@ -28,9 +33,7 @@ class PackedLinear:
         weight = weight.detach()
         self.bias = None if bias is None else bias.detach().contiguous()
         self.packed = _can_pack(weight)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS) if self.packed else weight.contiguous()
-        )
+        self.weight = _pack(weight) if self.packed else weight.contiguous()
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         if self.packed:
@@ -39,3 +42,28 @@ class PackedLinear:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         y = F.linear(x, self.weight, self.bias)
         return y if add is None else y.add_(add)
+
+
+class GatedLinear:
+    """y = act(x Wg^T + bg) * (x Wu^T + bu) for x of shape [..., in_features]: the first half of a gated MLP.
+
+    `activation` is "silu" or "gelu_tanh". On a CPU both products carry their part of it: whichever core made a piece of the
+    gate multiplies it, instead of one core fetching what the others made. Elsewhere it is one product of twice the width.
+    """
+
+    def __init__(self, gate: Tensor, up: Tensor, activation: str, biases: tuple[Tensor, Tensor] | None = None) -> None:
+        self.activation = activation
+        self.packed = _can_pack(gate)
+        if self.packed:
+            self._gate, self._up = _pack(gate.detach()), _pack(up.detach())
+            self._biases = (None, None) if biases is None else (biases[0].detach(), biases[1].detach())
+        else:
+            self._both = PackedLinear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed:
+            unary, algorithm = ("swish", "") if self.activation == "silu" else ("gelu", "tanh")
+            gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._biases[0], unary, [], algorithm)
+            return torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._biases[1], "mul")
+        gate, up = self._both(x).chunk(2, -1)
+        return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspine.kernels.linear import PackedLinear
+from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.kv_cache import CacheIndex, KVCache
+from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope, interleave_halves
 
 AfterLayer = Callable[[int, Tensor], Tensor]
@@ -42,7 +43,6 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: str = "silu"  # or "gelu_tanh"
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
@@ -64,7 +64,7 @@ class LayerWeights:
     qkv: PackedLinear
     output: PackedLinear
     mlp_norm: Tensor
-    gate_up: PackedLinear
+    gate_up: GatedLinear
     down: PackedLinear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -126,7 +126,7 @@ class DecoderStack:
 
     def mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of a step's queries; None where they may see everything."""
-        groups = self.spec.groups
+        groups = 1 if self._kernel_groups(index.rows, index.width) else self.spec.groups
         seen = index.block_mask(groups) if self.spec.bidirectional else index.causal_mask(groups, window)
         if seen is None:
             return None
@@ -152,15 +152,25 @@ class DecoderStack:
         h, k = spec.num_heads, spec.num_kv_heads
         qkv = layer.qkv(y).view(b, n, h + 2 * k, spec.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :, :h] = F.rms_norm(qkv[:, :, :h], (spec.head_dim,), layer.q_norm, spec.norm_eps)
-            qkv[:, :, h : h + k] = F.rms_norm(qkv[:, :, h : h + k], (spec.head_dim,), layer.k_norm, spec.norm_eps)
+            qkv[:, :, :h] = rms_norm(qkv[:, :, :h], layer.q_norm, spec.norm_eps)
+            qkv[:, :, h : h + k] = rms_norm(qkv[:, :, h : h + k], layer.k_norm, spec.norm_eps)
         self.rope.apply_(qkv[:, :, : h + k], factors)
         keys, values = cache.store(i, qkv[:, :, h:], index)
+        if self._kernel_groups(b, n):
+            out = F.scaled_dot_product_attention(
+                qkv[:, :, :h].transpose(1, 2), keys, values, attn_mask=mask, scale=spec.attention_scale, enable_gqa=True
+            )
+            return out.transpose(1, 2).reshape(b, n, h * spec.head_dim)
         # The g query heads of one key/value head become g * n queries of it: nothing is repeated.
         q = qkv[:, :, :h].view(b, n, k, spec.groups, spec.head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(b, k, spec.groups * n, spec.head_dim)
         out = self._weighted(q, keys, values, mask)
         return out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
+
+    def _kernel_groups(self, rows: int, width: int) -> bool:
+        """Whether the attention kernel is to share keys between the query heads of a group. On a CPU it does so without a
+        copy, which pays where there is one row or one token; several blocks are faster as more queries of fewer heads."""
+        return self.spec.attention_softcap is None and (rows == 1 or width == 1)
 
     def _weighted(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         spec = self.spec
@@ -177,9 +187,7 @@ class DecoderStack:
         y, after = self._norm(x, layer.mlp_norm), None
         if layer.around is not None:
             y, after = layer.around.mlp(y)
-        gate, up = layer.gate_up(y).chunk(2, -1)
-        gate = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        inner = gate.mul_(up)
+        inner = layer.gate_up(y)
         if layer.post_mlp_norm is None and after is None:
             return layer.down(inner, add=x)
         return x + self._through(layer.down(inner), after, layer.post_mlp_norm)
@@ -190,4 +198,4 @@ class DecoderStack:
         return y if post_norm is None else self._norm(y, post_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.norm_eps)
+        return rms_norm(x, weight, self.spec.norm_eps)

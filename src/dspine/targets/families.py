@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dspine.kernels.linear import PackedLinear
+from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.decoder import DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm
+from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
 
 LEAN_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2")
@@ -22,7 +22,8 @@ def build_lean_stack(model: nn.Module, config: Any, release: bool) -> tuple[Deco
 
     `release` frees each layer's original weights as soon as they are packed (only for a model nobody else holds).
     """
-    if config.model_type not in LEAN_FAMILIES or _activation(config) is None:
+    activation = _activation(config) if config.model_type in LEAN_FAMILIES else None
+    if activation is None:
         return None
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     rotary = decoder.rotary_emb
@@ -38,7 +39,6 @@ def build_lean_stack(model: nn.Module, config: Any, release: bool) -> tuple[Deco
         num_kv_heads=config.num_key_value_heads,
         head_dim=first.head_dim,
         norm_eps=config.rms_norm_eps,
-        activation=_activation(config) or "silu",
         attention_scale=float(first.scaling),
         attention_softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
         sliding_windows=_sliding_windows(config),
@@ -48,23 +48,22 @@ def build_lean_stack(model: nn.Module, config: Any, release: bool) -> tuple[Deco
         return None
     layers = []
     for block in decoder.layers:
-        layers.append(_pack_layer(block, spec, rope, offset, post_norms=config.model_type == "gemma2"))
+        layers.append(_pack_layer(block, spec, rope, offset, post_norms=config.model_type == "gemma2", activation=activation))
         if release:
             block.to("meta")
     final_weight = _norm_weight(decoder.norm, offset)
 
     def final_norm(x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (spec.hidden_size,), final_weight, spec.norm_eps)
+        return rms_norm(x, final_weight, spec.norm_eps)
 
     return DecoderStack(spec, rope, layers), final_norm
 
 
-def _pack_layer(block: Any, spec: DecoderSpec, rope: Rope, offset: float, post_norms: bool) -> LayerWeights:
+def _pack_layer(block: Any, spec: DecoderSpec, rope: Rope, offset: float, post_norms: bool, activation: str) -> LayerWeights:
     attention, mlp = block.self_attn, block.mlp
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     biases = None if q.bias is None else (q.bias.detach(), k.bias.detach(), v.bias.detach())
-    gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
-    gate_up_bias = None if mlp.gate_proj.bias is None else torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias))
+    gate, up = mlp.gate_proj, mlp.up_proj
     mlp_norm = block.pre_feedforward_layernorm if post_norms else block.post_attention_layernorm
     qk_norm = hasattr(attention, "q_norm")
     return LayerWeights(
@@ -72,7 +71,7 @@ def _pack_layer(block: Any, spec: DecoderSpec, rope: Rope, offset: float, post_n
         qkv=pack_qkv(q.weight.detach(), k.weight.detach(), v.weight.detach(), spec, rope, biases),
         output=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
         mlp_norm=_norm_weight(mlp_norm, offset),
-        gate_up=PackedLinear(gate_up, gate_up_bias),
+        gate_up=GatedLinear(gate.weight, up.weight, activation, None if gate.bias is None else (gate.bias, up.bias)),
         down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
         q_norm=permute_head_norm(_norm_weight(attention.q_norm, 0.0), rope) if qk_norm else None,
         k_norm=permute_head_norm(_norm_weight(attention.k_norm, 0.0), rope) if qk_norm else None,
