@@ -3,8 +3,8 @@
 #
 #   benchmarks/shipped.sh PROMPT_FOLDER RESULT_FOLDER [speed|acceptance|batch ...]
 #
-# PROMPT_FOLDER holds gsm8k.jsonl, humaneval.jsonl and mt-bench.jsonl, one {"turns": ["..."]} a line. About half an hour on
-# two idle cores; run it with nothing else on the machine. A result that is there already is not measured again.
+# PROMPT_FOLDER holds gsm8k.jsonl, humaneval.jsonl and mt-bench.jsonl, one {"turns": ["..."]} a line. About three quarters of an hour
+# on two idle cores; run it with nothing else on the machine. A result that is there already is not measured again.
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,8p' "$0"; exit 2; }
 prompts=$1 results=$2
@@ -30,18 +30,19 @@ for part in $parts; do
         ;;
     acceptance)
         for benchmark in gsm8k humaneval mt-bench; do
-            for drafter in dspine dflash; do
-                for temperature in 0 1; do
-                    name=acceptance-$benchmark-$drafter-t$temperature
-                    [ -s "$results/$name.json" ] || $dspine eval acceptance --prompts "$prompts/$benchmark.jsonl" --limit 40 \
-                        --max-new-tokens 160 --drafter "$drafter" --temperature "$temperature" --seed 0 --width 8 \
-                        --output "$results/$name.json"
+            for temperature in 0 1; do
+                limit=24
+                [ "$benchmark-$temperature" = gsm8k-0 ] && limit=100
+                for drafter in dspine dflash; do
+                    file=$results/acceptance-$benchmark-$drafter-t$temperature.json
+                    [ -s "$file" ] || $dspine eval acceptance --prompts "$prompts/$benchmark.jsonl" --limit $limit \
+                        --max-new-tokens 160 --drafter $drafter --temperature $temperature --seed 0 --width 8 --batch 16 --output "$file"
                 done
             done
         done
         ;;
     batch)
-        keep batch-32 $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 32 --batch 32 --max-new-tokens 64
+        keep batch-32 $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 32 --batch 32 --max-new-tokens 160
         ;;
     *)
         echo "unknown part: $part (speed, acceptance, batch)" >&2

@@ -20,7 +20,7 @@ def read(folder: Path, name: str) -> dict[str, Any] | None:
 
 def acceptance_table(folder: Path) -> list[str]:
     """tau with its 95 % interval over prompts, for both drafters and temperatures."""
-    rows = ["| benchmark (first 40 prompts) | T | DFlash | DSpine | gain |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| prompts | T | DFlash | DSpine | gain |", "| --- | --- | --- | --- | --- |"]
     for benchmark, title in BENCHMARKS.items():
         for temperature in (0, 1):
             dflash, dspine = (read(folder, f"acceptance-{benchmark}-{name}-t{temperature}") for name in ("dflash", "dspine"))
@@ -31,7 +31,7 @@ def acceptance_table(folder: Path) -> list[str]:
                 for r in (dflash, dspine)
             ]
             gain = dspine["acceptance_length"] / dflash["acceptance_length"] - 1
-            rows.append(f"| {title} | {temperature} | {cells[0]} | {cells[1]} | {gain:+.0%} |")
+            rows.append(f"| {title}, first {dspine['prompts']} | {temperature} | {cells[0]} | {cells[1]} | {gain:+.0%} |")
     return rows
 
 

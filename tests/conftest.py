@@ -132,7 +132,7 @@ def _build_drafter(
         "mask_token_id": 0,
         "attention": "bidirectional" if name == "dflash" else "causal",
         "alignment": drafter_class(name).alignments[0],
-        "num_layers": 2,
+        "num_layers": 1 if name == "eagle3" else 2,
         "qk_norm": False,
         "transfer_rank": 6,
         "message_width": 5,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from dspine.drafters.registry import DRAFTERS
 from dspine.targets.model import Target
 
 
@@ -89,4 +90,4 @@ def test_bad_checkpoints_are_explained(cli: Any, folders: Any, tmp_path: Path) -
     assert cli("info", tmp_path / "damaged").error.startswith(f"{weights} is missing or damaged (")
     config = tmp_path / "damaged" / "config.json"
     config.write_text(config.read_text().replace('"drafter": "dspine"', '"drafter": "magic"'))
-    assert cli("info", tmp_path / "damaged").error == "unknown drafter 'magic'; choose one of: dflash, dspine"
+    assert cli("info", tmp_path / "damaged").error == f"unknown drafter 'magic'; choose one of: {', '.join(DRAFTERS)}"

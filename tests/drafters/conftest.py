@@ -63,7 +63,7 @@ def _config(target: Target, kind: str = "dspine", **changes: Any) -> DrafterConf
         "mask_token_id": 2,
         "attention": "causal",
         "alignment": drafter_class(kind).alignments[0] if kind in DRAFTERS else "same",
-        "num_layers": 3,
+        "num_layers": 1 if kind == "eagle3" else 3,
         "hidden_size": target.hidden_size,
         "num_heads": 4,
         "num_kv_heads": 2,

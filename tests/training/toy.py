@@ -84,7 +84,7 @@ def tiny_options(drafter: str) -> dict[str, int | str]:
 def toy_recipe(drafter: str = "dspine", **sections: dict[str, Any] | str | int) -> Recipe:
     defaults: dict[str, Any] = {
         "model": {
-            "num_layers": 2,
+            "num_layers": 1 if drafter == "eagle3" else 2,
             "block_size": BLOCK,
             "taps": TAPS,
             "mask_token_id": MASK,

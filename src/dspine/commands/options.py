@@ -22,7 +22,11 @@ TargetOption = Annotated[
 ]
 DrafterOption = Annotated[
     str,
-    typer.Option("--drafter", "-d", help="auto (the shipped one), none, dspine, dflash, or a draft checkpoint's folder."),
+    typer.Option(
+        "--drafter",
+        "-d",
+        help="auto (the shipped one), none, a shipped one's name (dspine, dflash), or a folder.",
+    ),
 ]
 WidthOption = Annotated[
     str, typer.Option("--width", "-w", help="Slots verified per round, the anchor included; auto: what measured costs favour.")

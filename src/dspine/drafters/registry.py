@@ -10,6 +10,7 @@ from dspine.drafters.dflash2 import DFlash2
 from dspine.drafters.domino import Domino
 from dspine.drafters.dspark import DSpark
 from dspine.drafters.dspine import DSpine
+from dspine.drafters.eagle3 import Eagle3
 from dspine.errors import UserError
 
 
@@ -25,6 +26,7 @@ DRAFTERS = {
     "dspine": Entry(DSpine, "Draft in Parallel, Condition Through Depth (arXiv 2609.36173)"),
     "domino": Entry(Domino, "Domino (arXiv 2605.29707): anchor-first backbone with a causal correction head"),
     "dspark": Entry(DSpark, "DSpark (DeepSpec): anchor-first backbone with a Markov head and confidence"),
+    "eagle3": Entry(Eagle3, "EAGLE-3: one autoregressive layer with training-time test (arXiv 2503.01840)"),
 }
 
 
