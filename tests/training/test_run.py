@@ -52,7 +52,7 @@ def recipe(folder: Path, drafter: str = "dspine", **data: object) -> Recipe:
             "target": str(folder / "target"),
             "drafter": drafter,
             "model": {
-                "num_layers": 2,
+                "num_layers": 1 if drafter == "eagle3" else 2,
                 "block_size": 4,
                 "mask_token_id": 0,
                 "qk_norm": False,

@@ -25,7 +25,7 @@ from .toy import tiny_options
 def recipe(drafter: str = "dspine", **model: Any) -> Recipe:
     shape: dict[str, Any] = {
         "mask_token_id": 2,
-        "num_layers": 2,
+        "num_layers": 1 if drafter == "eagle3" else 2,
         "block_size": 4,
         "taps": 2,
         "options": tiny_options(drafter),
