@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, TrainingBatch
-from dspine.drafters.runner import BackboneRunner
-from dspine.kernels.linear import PackedLinear
+from dspine.drafters.runner import FullVocabularyRunner
+from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, mix, position_weights, vocabulary_terms
-from dspine.modules.selection import independent_slots
 from dspine.targets.model import Target
 
 
@@ -31,20 +29,9 @@ class DFlash(BlockDrafter):
         return DFlashRunner(self, target)
 
 
-class DFlashRunner(BackboneRunner):
-    def __init__(self, drafter: DFlash, target: Target) -> None:
-        super().__init__(drafter.backbone, target)
-        head = drafter.head(target)
-        self._head, self._draft_head = PackedLinear(head.weight.to(target.dtype)), head
-        self._ids = head.ids if head.ids is not None else torch.arange(target.vocab_size, device=target.device)
-
-    def propose(self, anchors: Tensor, cache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None) -> Draft:  # type: ignore[no-untyped-def]
-        # Bidirectional slots see each other, so a narrower block would be another computation: always the trained width.
-        width = num_draft_tokens + 1 if self.config.attention == "causal" else self.config.block_size
-        states = self.block_states(anchors, cache, width)[:, 1 : num_draft_tokens + 1]
-        logits = self._draft_head.cap(self._head(self.final_norm(states)))
-        index, q = independent_slots(logits, temperatures, uniforms)
-        tokens = self._ids[index]
-        if q is None:
-            return Draft(tokens)
-        return Draft(tokens, self._ids.expand_as(q), q)
+class DFlashRunner(FullVocabularyRunner):
+    def propose(
+        self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
+    ) -> Draft:
+        states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, 1 : num_draft_tokens + 1]
+        return self.draft(*self.choose(self.base_logits(self.final_norm(states)), temperatures, uniforms))

@@ -201,9 +201,8 @@ class DFlash2Runner(BackboneRunner):
         Returns candidate token ids [b, m, k], the scores of slot 1's after the anchor [b, k], and T [b, m - 1, k, k]:
         T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots counted from 1).
         """
-        # Bidirectional slots see each other, so a narrower block would be another computation: always the trained width.
-        width = num_draft_tokens + 1 if self.config.attention == "causal" else self.config.block_size
-        hidden = self.final_norm(self.block_states(anchors, cache, width)[:, 1 : num_draft_tokens + 1])
+        states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))
+        hidden = self.final_norm(states[:, 1 : num_draft_tokens + 1])
         logits, rows = self._draft_head.cap(self._head(hidden)).topk(self._num_candidates, -1)  # [b, m, k]
         ids = self._draft_head.token_of(rows)
         # Slot 1's only predecessor stands in all k places: one slot's worth of waste instead of a second set of calls.

@@ -28,11 +28,10 @@ from torch.nn import functional as F
 
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
-from dspine.drafters.runner import BackboneRunner
+from dspine.drafters.runner import FullVocabularyRunner
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, mix, position_weights, vocabulary_terms
-from dspine.modules.selection import independent_slots
 from dspine.targets.model import Target
 
 
@@ -116,12 +115,12 @@ class Domino(BlockDrafter):
         return DominoRunner(self, target)
 
 
-class DominoRunner(BackboneRunner):
+class DominoRunner(FullVocabularyRunner):
     """Drafting: one backbone pass, then slot by slot the GRU reads the chosen token and corrects the next slot's logits."""
 
     def __init__(self, drafter: Domino, target: Target) -> None:
-        super().__init__(drafter.backbone, target)
-        correction, head = drafter.correction, drafter.head(target)
+        super().__init__(drafter, target)
+        correction = drafter.correction
 
         def cast(linear: nn.Linear) -> Tensor:
             return linear.weight.detach().to(target.device, target.dtype)
@@ -133,33 +132,21 @@ class DominoRunner(BackboneRunner):
         # What g_t says to its own slot's correction and to the next step's gates is one product.
         self._from_state = PackedLinear(torch.cat((cast(correction.state_gates), from_state)))
         self._out = PackedLinear(cast(correction.out))
-        self._head, self._draft_head = PackedLinear(head.weight.to(target.dtype)), head
-        self._ids = head.ids if head.ids is not None else torch.arange(target.vocab_size, device=target.device)
 
     def propose(
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
-        # Bidirectional slots see each other, so a narrower block would be another computation: always the trained width.
-        width = num_draft_tokens if self.config.attention == "causal" else self.config.block_size
-        states = self.block_states(anchors, cache, width)[:, :num_draft_tokens]
+        states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, :num_draft_tokens]
         hidden = self.final_norm(states).transpose(0, 1).contiguous()  # [m, b, d]: the walk takes slot after slot
-        base = self._draft_head.cap(self._head(hidden))
-        from_hidden = self._from_hidden(hidden)
+        base, from_hidden = self.base_logits(hidden), self._from_hidden(hidden)
         state = hidden.new_zeros(anchors.shape[0], self._gru_width)
         gates = hidden.new_zeros(anchors.shape[0], 3 * self._gru_width)
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        for t in range(num_draft_tokens):
-            inputs = self._input_gates(self.target.embed(tokens[-1] if t else anchors))
-            state = gru_step(inputs, gates, state)
+
+        def next_logits(t: int, chosen: Tensor) -> Tensor:
+            nonlocal state, gates
+            state = gru_step(self._input_gates(self.target.embed(chosen)), gates, state)
             said = self._from_state(state)
             gates, from_state = said[:, : 3 * self._gru_width], said[:, 3 * self._gru_width :]
-            logits = self._out(F.silu(from_hidden[t] + from_state), add=base[t]) if t else base[t]
-            index, q = independent_slots(logits[:, None], temperatures, None if uniforms is None else uniforms[:, t : t + 1])
-            tokens.append(self._ids[index[:, 0]])
-            if q is not None:
-                qs.append(q)
-        if not qs:
-            return Draft(torch.stack(tokens, 1))
-        q_probs = torch.cat(qs, 1)
-        return Draft(torch.stack(tokens, 1), self._ids.expand_as(q_probs), q_probs)
+            return self._out(F.silu(from_hidden[t] + from_state), add=base[t]) if t else base[t]
+
+        return self.draft(*self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms))

@@ -27,11 +27,10 @@ from torch.nn import functional as F
 
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
-from dspine.drafters.runner import BackboneRunner
+from dspine.drafters.runner import FullVocabularyRunner
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, mix, position_weights, vocabulary_terms, weigh
-from dspine.modules.selection import independent_slots
 from dspine.targets.model import Target
 
 Markov = Literal["vanilla", "gated", "recurrent"]
@@ -125,43 +124,32 @@ class DSpark(BlockDrafter):
         return DSparkRunner(self, target)
 
 
-class DSparkRunner(BackboneRunner):
+class DSparkRunner(FullVocabularyRunner):
     """Drafting: one backbone pass, then left to right each slot's logits are biased by the tokens chosen before it."""
 
     def __init__(self, drafter: DSpark, target: Target) -> None:
-        super().__init__(drafter.backbone, target)
-        dtype, device, head = target.dtype, target.device, drafter.head(target)
+        super().__init__(drafter, target)
+        dtype, device = target.dtype, target.device
         self._markov = copy.deepcopy(drafter.markov).to(device, dtype).requires_grad_(False)
         self._confidence = copy.deepcopy(drafter.confidence).to(device, dtype).requires_grad_(False)
         self._bias = PackedLinear(drafter.markov_bias.weight.detach().to(device, dtype))
-        self._head, self._draft_head = PackedLinear(head.weight.to(dtype)), head
-        self._ids = head.ids if head.ids is not None else torch.arange(target.vocab_size, device=device)
 
     def propose(
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
         """As every runner's; `survival` is the confidence head's, given the chosen predecessors."""
-        # Bidirectional slots see each other, so a narrower block would be another computation: always the trained width.
-        width = num_draft_tokens if self.config.attention == "causal" else self.config.block_size
-        states = self.block_states(anchors, cache, width)[:, :num_draft_tokens]
+        states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, :num_draft_tokens]
         hidden = self.final_norm(states).transpose(0, 1).contiguous()  # [m, b, d]: the walk takes slot after slot
-        base = self._draft_head.cap(self._head(hidden))
-        gates = self._markov.gates(hidden)
+        base, gates = self.base_logits(hidden), self._markov.gates(hidden)
         state: Tensor | None = None
-        tokens: list[Tensor] = []
         embedded: list[Tensor] = []
-        qs: list[Tensor] = []
-        for t in range(num_draft_tokens):
-            embedded.append(self._markov.embedding(tokens[-1] if t else anchors))
+
+        def next_logits(t: int, chosen: Tensor) -> Tensor:
+            nonlocal state
+            embedded.append(self._markov.embedding(chosen))
             state = self._markov.step(embedded[-1], None if gates is None else gates[t], state)
-            logits = self._bias(state, add=base[t])
-            index, q = independent_slots(logits[:, None], temperatures, None if uniforms is None else uniforms[:, t : t + 1])
-            tokens.append(self._ids[index[:, 0]])
-            if q is not None:
-                qs.append(q)
+            return self._bias(state, add=base[t])
+
+        tokens, q = self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms)
         confidence = self._confidence(torch.cat((hidden, torch.stack(embedded)), -1))[..., 0]  # [m, b]
-        survival = torch.sigmoid(confidence.float()).t()
-        if not qs:
-            return Draft(torch.stack(tokens, 1), survival=survival)
-        q_probs = torch.cat(qs, 1)
-        return Draft(torch.stack(tokens, 1), self._ids.expand_as(q_probs), q_probs, survival)
+        return self.draft(tokens, q, torch.sigmoid(confidence.float()).t())

@@ -35,13 +35,11 @@ from typing_extensions import Self
 from dspine.drafters.backbone import BackboneParts, ContextBatch, DraftLayer
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
-from dspine.drafters.runner import BackboneRunner
+from dspine.drafters.runner import FullVocabularyRunner
 from dspine.errors import UserError
-from dspine.kernels.linear import PackedLinear
 from dspine.modules.decoder import DecoderSpec
 from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.losses import DraftHead, mix, vocabulary_terms
-from dspine.modules.selection import independent_slots
 from dspine.targets.model import Target
 
 
@@ -181,14 +179,8 @@ class EagleCache(KVCache):
         return super().memory_bytes() + self.features.numel() * self.features.element_size()
 
 
-class Eagle3Runner(BackboneRunner):
+class Eagle3Runner(FullVocabularyRunner):
     """Drafting: M steps of one token each. Their keys and values stay behind the rows' lengths, to be overwritten."""
-
-    def __init__(self, drafter: Eagle3, target: Target) -> None:
-        super().__init__(drafter.backbone, target)
-        head = drafter.head(target)
-        self._head, self._draft_head = PackedLinear(head.weight.to(target.dtype)), head
-        self._ids = head.ids if head.ids is not None else torch.arange(target.vocab_size, device=target.device)
 
     def new_cache(self, rows: int, capacity: int) -> EagleCache:
         return EagleCache(rows, capacity, self.stack.spec, self.target.device, self.target.dtype)
@@ -205,19 +197,13 @@ class Eagle3Runner(BackboneRunner):
         lengths = cache.lengths[: anchors.shape[0]]
         cache.reserve(int(lengths.max()) + num_draft_tokens)
         state = cache.last_features(anchors.shape[0])
-        tokens, qs = [anchors], []
-        for j in range(num_draft_tokens):
-            state = self._step(tokens[-1], state, cache.at(lengths - 1 + j))
-            logits = self._draft_head.cap(self._head(self.final_norm(state)))  # [b, 1, v']
-            index, q = independent_slots(logits, temperatures, None if uniforms is None else uniforms[:, j : j + 1])
-            tokens.append(self._ids[index[:, 0]])
-            if q is not None:
-                qs.append(q)
-        drafted = torch.stack(tokens[1:], 1)
-        if not qs:
-            return Draft(drafted)
-        q_probs = torch.cat(qs, 1)
-        return Draft(drafted, self._ids.expand_as(q_probs), q_probs)
+
+        def next_logits(t: int, chosen: Tensor) -> Tensor:
+            nonlocal state
+            state = self._step(chosen, state, cache.at(lengths - 1 + t))
+            return self.base_logits(self.final_norm(state))[:, 0]
+
+        return self.draft(*self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms))
 
     def _step(self, tokens: Tensor, state: Tensor, cache: KVCache) -> Tensor:
         """The next state [b, 1, d] of tokens [b] and the state (at first: feature) before it, at the position cache.lengths."""

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from dspine.drafters.backbone import BackboneParts, DraftLayer, RMSNorm, rope_frequencies
+from dspine.drafters.base import BlockDrafter, Draft
 from dspine.drafters.config import DrafterConfig
 from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm, qkv_weight
 from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
+from dspine.modules.selection import independent_slots
 from dspine.targets.model import Target
 
 Cast = Callable[[Tensor], Tensor]
@@ -78,6 +80,12 @@ class BackboneRunner:
             cache.store(i, layer_kv, index)
         return index
 
+    def block_width(self, num_draft_tokens: int) -> int:
+        """Slots of the block that drafts m tokens. Bidirectional slots see each other, so a narrower block would be another
+        computation: always the trained width."""
+        given = 1 if self.config.alignment == "same" else 0  # the anchor's own slot drafts nothing
+        return num_draft_tokens + given if self.config.attention == "causal" else self.config.block_size
+
     def block_states(self, anchors: Tensor, cache: KVCache, width: int, after_layer: AfterLayer | None = None) -> Tensor:
         """Last-layer states [b, w, d] of a block of `width` slots at anchors [b], before the final norm."""
         x = self._mask_embedding.expand(anchors.shape[0], width, -1).clone()
@@ -89,6 +97,43 @@ class BackboneRunner:
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps)
+
+
+class FullVocabularyRunner(BackboneRunner):
+    """A runner whose slots draw from the whole draft vocabulary."""
+
+    def __init__(self, drafter: BlockDrafter, target: Target) -> None:
+        super().__init__(drafter.backbone, target)
+        head = drafter.head(target)
+        self._head, self._draft_head = PackedLinear(head.weight.to(target.dtype)), head
+        self._ids = head.ids if head.ids is not None else torch.arange(target.vocab_size, device=target.device)
+
+    def base_logits(self, states: Tensor) -> Tensor:
+        """The head's logits [..., v'] of final-normed states [..., d]."""
+        return self._draft_head.cap(self._head(states))
+
+    def choose(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Token ids [b, m] for logits [b, m, v'] and, if any row samples, the q [b, m, v'] that they were drawn from."""
+        index, q = independent_slots(logits, temperatures, uniforms)
+        return self._ids[index], q
+
+    def draft(self, tokens: Tensor, q: Tensor | None, survival: Tensor | None = None) -> Draft:
+        """The proposal of tokens [b, m] drawn from q."""
+        return Draft(tokens, None if q is None else self._ids.expand_as(q), q, survival)
+
+    def walk(
+        self, next_logits: Callable[[int, Tensor], Tensor], anchors: Tensor, num_draft_tokens: int, temperatures: Tensor,
+        uniforms: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Draft left to right: next_logits(t, chosen [b]) are slot t's [b, v'] after the token before it, the anchor first."""
+        tokens, qs = [anchors], []
+        for t in range(num_draft_tokens):
+            logits = next_logits(t, tokens[-1])[:, None]
+            chosen, q = self.choose(logits, temperatures, None if uniforms is None else uniforms[:, t : t + 1])
+            tokens.append(chosen[:, 0])
+            if q is not None:
+                qs.append(q)
+        return torch.stack(tokens[1:], 1), torch.cat(qs, 1) if qs else None
 
 
 def _projections(layer: DraftLayer, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
