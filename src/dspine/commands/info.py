@@ -89,6 +89,7 @@ def shipped() -> list[Path]:
 
 def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint's config, parameters by part and file sizes. UserError when it is damaged."""
+    from dspine.drafters.checkpoint import parameters_by_part
     from dspine.drafters.config import DrafterConfig
     from dspine.drafters.registry import drafter_class
 
@@ -103,38 +104,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "dtype": dtype,
         "file_bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()},
     }
-
-
-def parameters_by_part(folder: Path) -> tuple[dict[str, int], str]:
-    """Parameters by part and their type, from the header of the weights: no tensor is read."""
-    from safetensors import SafetensorError, safe_open
-
-    from dspine.drafters.checkpoint import WEIGHTS
-
-    parts: dict[str, int] = {}
-    dtypes: set[str] = set()
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - safe_open is no mapping
-                entry = weights.get_slice(name)
-                if name == "draft_ids":
-                    continue
-                count = 1
-                for size in entry.get_shape():
-                    count *= size
-                part = _part(name)
-                parts[part] = parts.get(part, 0) + count
-                dtypes.add(str(entry.get_dtype()))
-    except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{folder / WEIGHTS} is missing or damaged ({reason}); copy the checkpoint again") from error
-    return parts, ", ".join(sorted(dtypes))
-
-
-def _part(name: str) -> str:
-    """backbone.layers.3.mlp.up_proj.weight -> backbone layers; injection.readouts.0.weight -> injection readouts."""
-    first, _, rest = name.partition(".")
-    return f"{first} {rest.split('.')[0]}" if rest else first
 
 
 def check_fit(folder: Path, target: str) -> None:

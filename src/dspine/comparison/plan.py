@@ -20,19 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dspine.errors import UserError
-from dspine.training.recipe import Recipe, overlay, read_recipe, validate_recipe
+from dspine.training.recipe import Recipe, Section, overlay, read_recipe, validate_recipe
 
 SHARED = ("target", "seed", "data", "optimiser")  # what rows may not differ in
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Row(_Section):
+class Row(Section):
     """One row of the table: a drafter trained for it, or another row's weights decoded differently."""
 
     train: dict[str, Any] = Field({}, description="changes to the shared recipe")
@@ -51,7 +47,7 @@ class Row(_Section):
         return self
 
 
-class DecodeSection(_Section):
+class DecodeSection(Section):
     benchmarks: tuple[str, ...] = Field(min_length=1, description="names of prompt files in the benchmark folder, without .jsonl")
     limit: int = Field(32, ge=1, description="prompts of each benchmark")
     max_new_tokens: int = Field(128, ge=1)
@@ -61,7 +57,7 @@ class DecodeSection(_Section):
     speed_prompts: int = Field(4, ge=0, description="prompts of the first benchmark timed one by one; 0 = none")
 
 
-class Plan(_Section):
+class Plan(Section):
     recipe: str
     set: dict[str, Any] = {}
     equal: Literal["steps", "wall_clock"] = Field(
@@ -88,6 +84,11 @@ class Plan(_Section):
     @property
     def trained(self) -> list[str]:
         return [name for name, row in self.rows.items() if not row.trained_as]
+
+    @property
+    def measured(self) -> list[tuple[str, float]]:
+        """(benchmark, temperature) of every result that a row gets."""
+        return [(benchmark, t) for benchmark in self.decode.benchmarks for t in self.decode.temperatures]
 
     def weights_of(self, name: str) -> str:
         """The trained row whose weights `name` decodes with."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from dspine.comparison.plan import Plan
 from dspine.comparison.run import checkpoint_of, result_file
+from dspine.drafters.checkpoint import parameters_by_part
 from dspine.files import write_text
 
 Cell = str | float | int | None
@@ -46,36 +47,19 @@ def read_lines(plan: Plan, output: Path) -> list[Line]:
             continue
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         folder = output / "rows" / name
-        line = Line(name, config["drafter"], parameter_count(checkpoint / "model.safetensors"))
-        for benchmark in plan.decode.benchmarks:
-            for temperature in plan.decode.temperatures:
-                file = result_file(folder, benchmark, temperature)
-                if file.is_file():
-                    data = json.loads(file.read_text(encoding="utf-8"))
-                    low, high = data["acceptance_length_ci95"]
-                    positions = tuple(data["acceptance_by_position"])
-                    line.results[benchmark, temperature] = Result(data["acceptance_length"], low, high, positions)
+        line = Line(name, config["drafter"], sum(parameters_by_part(checkpoint)[0].values()))
+        for benchmark, temperature in plan.measured:
+            file = result_file(folder, benchmark, temperature)
+            if file.is_file():
+                data = json.loads(file.read_text(encoding="utf-8"))
+                low, high = data["acceptance_length_ci95"]
+                positions = tuple(data["acceptance_by_position"])
+                line.results[benchmark, temperature] = Result(data["acceptance_length"], low, high, positions)
         speed = folder / "speed.json"
         if speed.is_file():
             line.speed.update(json.loads(speed.read_text(encoding="utf-8")))
         lines.append(line)
     return lines
-
-
-def parameter_count(file: Path) -> int:
-    """Trained numbers of a checkpoint (its draft vocabulary is a list of ids, not one)."""
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as weights:
-        names = [name for name in weights.keys() if name != "draft_ids"]  # noqa: SIM118 - not a mapping
-        return sum(_numel(weights.get_slice(name).get_shape()) for name in names)
-
-
-def _numel(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def gains(plan: Plan, lines: list[Line]) -> dict[tuple[str, float], tuple[float, str]]:
@@ -98,7 +82,7 @@ def _rival(line: Line, reference: Line, key: tuple[str, float]) -> bool:
 
 def columns(plan: Plan, lines: list[Line]) -> tuple[list[str], list[list[Cell]]]:
     """Heads and cells of the table; a result not there yet is None."""
-    keys = [(benchmark, t) for benchmark in plan.decode.benchmarks for t in plan.decode.temperatures]
+    keys = plan.measured
     heads = ["row", "drafter", "parameters (M)"]
     for benchmark, t in keys:
         heads += [f"{benchmark} T={t:g}", f"{benchmark} T={t:g} low", f"{benchmark} T={t:g} high"]
@@ -116,7 +100,7 @@ def columns(plan: Plan, lines: list[Line]) -> tuple[list[str], list[list[Cell]]]
 
 def markdown(plan: Plan, lines: list[Line]) -> str:
     """The table for reading: tau with its interval in one cell, the strongest of each column in bold, the gain below."""
-    keys = [(benchmark, t) for benchmark in plan.decode.benchmarks for t in plan.decode.temperatures]
+    keys = plan.measured
     best = {key: max((line.results[key].acceptance_length for line in lines if key in line.results), default=0.0) for key in keys}
     heads = ["row", "drafter", "M", *(f"{benchmark} T={t:g}" for benchmark, t in keys), "tok/s", "draft", "verify"]
     out = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dspine.drafters.base import BlockDrafter
@@ -91,6 +92,31 @@ def load_drafter(folder: Path, target: Target, *, options: Mapping[str, int | fl
         raise UserError(f"{file} does not match its config.json ({detail[min(1, len(detail) - 1)].strip()})") from error
     drafter.bind(target)
     return drafter.eval().requires_grad_(False)
+
+
+def parameters_by_part(folder: Path) -> tuple[dict[str, int], str]:
+    """Parameters by part and their type, from the header of the weights: no tensor is read."""
+    parts: dict[str, int] = {}
+    dtypes: set[str] = set()
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - safe_open is no mapping
+                entry = weights.get_slice(name)
+                if name == "draft_ids":
+                    continue
+                part = _part(name)
+                parts[part] = parts.get(part, 0) + math.prod(entry.get_shape())
+                dtypes.add(str(entry.get_dtype()))
+    except (OSError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder / WEIGHTS} is missing or damaged ({reason}); copy the checkpoint again") from error
+    return parts, ", ".join(sorted(dtypes))
+
+
+def _part(name: str) -> str:
+    """backbone.layers.3.mlp.up_proj.weight -> backbone layers; injection.readouts.0.weight -> injection readouts."""
+    first, _, rest = name.partition(".")
+    return f"{first} {rest.split('.')[0]}" if rest else first
 
 
 def shipped_folder() -> Path:

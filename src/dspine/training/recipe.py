@@ -13,11 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dspine.errors import UserError
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Frozen, and nothing that it does not name is accepted."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """The drafter's shape. Head counts, widths, RoPE base and norm epsilon are the target's own."""
 
     num_layers: int = Field(5, ge=1)
@@ -35,7 +37,7 @@ class ModelSection(_Section):
     checkpoint: str = Field("", description="draft checkpoint folder to start from; needs start: checkpoint")
 
 
-class LossSection(_Section):
+class LossSection(Section):
     alpha: float = Field(0.1, ge=0, le=1, description="alpha CE + (1 - alpha) L1")
     ce_only_until: float = Field(0.0, ge=0, le=1, description="plain cross-entropy for this fraction of training")
     beta: float = Field(0.5, ge=0, description="alignment weight after warm-up")
@@ -46,7 +48,7 @@ class LossSection(_Section):
     refined_shared_normaliser: bool = False
 
 
-class OptimiserSection(_Section):
+class OptimiserSection(Section):
     learning_rate: float = Field(6e-4, gt=0)
     warmup_fraction: float = Field(0.04, ge=0, le=1)
     clip: float = Field(1.0, gt=0)
@@ -58,7 +60,7 @@ class OptimiserSection(_Section):
     anchors_per_sequence: int = Field(512, ge=1)
 
 
-class DataSection(_Section):
+class DataSection(Section):
     answers: tuple[str, ...] = Field(description="answer files written by `dspine data regenerate`")
     prompts: str = Field("", description="folder of the prompt files that the answers refer to")
     features: Literal["online", "cache"] = "online"
@@ -67,7 +69,7 @@ class DataSection(_Section):
     held_out: int = Field(64, ge=1, description="answers kept for the held-out acceptance length")
 
 
-class Recipe(_Section):
+class Recipe(Section):
     target: str
     drafter: str = "dspine"
     model: ModelSection
