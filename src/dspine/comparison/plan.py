@@ -59,7 +59,7 @@ class DecodeSection(Section):
 
 class Plan(Section):
     recipe: str
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field({}, description="changes to the recipe that all rows share")
     equal: Literal["steps", "wall_clock"] = Field(
         "steps",
         description="wall_clock: every drafter gets the steps that fit into the reference's training time here",
