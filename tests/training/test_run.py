@@ -18,11 +18,11 @@ from dspine.drafters.registry import DRAFTERS
 from dspine.errors import UserError
 from dspine.targets.model import Target
 from dspine.training.chat import ChatFormat
-from dspine.training.corpus import load_answers
+from dspine.training.corpus import Answer, load_answers
 from dspine.training.prompts import collect_prompts
 from dspine.training.recipe import Recipe
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate
-from dspine.training.run import TrainingRun, answer_agreement, run_training, warn_of_misfit
+from dspine.training.run import TrainingRun, answer_agreement, evenly_spread, run_training, warn_of_misfit
 
 from .toy import tiny_options
 
@@ -136,6 +136,20 @@ def test_answers_that_are_all_too_long_are_refused(workshop: tuple[Path, Target]
     folder, _ = workshop
     with pytest.raises(UserError, match="no usable answers"):
         run_training(recipe(folder, max_length=8), tmp_path, quiet=True)
+
+
+def test_a_limit_keeps_every_files_share() -> None:
+    answers = [Answer((file, i), [1, 2, 3], 1) for file, count in (("a", 60), ("b", 30)) for i in range(count)]
+    few = evenly_spread(answers, 9)
+    assert [a.ref[0] for a in few] == ["a"] * 6 + ["b"] * 3
+    assert len({a.ref for a in few}) == 9
+    assert evenly_spread(answers, 500) == answers
+
+
+def test_a_limited_run_caches_only_what_it_trains_on(workshop: tuple[Path, Target], tmp_path: Path) -> None:
+    folder, _ = workshop
+    finish(recipe(folder, limit=6, features="cache", cache=str(tmp_path / "cache")), tmp_path / "run", quiet=True)
+    assert len((tmp_path / "cache" / "index.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_run_stopped_by_its_time_goes_on(workshop: tuple[Path, Target], tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def ensure(name: str) -> Path:
             gguf = _fetch(model, Path(work))
             ready = Path(work) / "ready"
             _dequantise(gguf, ready)
+            if (folder / "model.safetensors").is_file():
+                return folder  # another process was faster and may be reading its folder by now
             if folder.exists():  # left without weights: something else deleted them
                 shutil.rmtree(folder)
             try:

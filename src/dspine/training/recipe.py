@@ -67,6 +67,7 @@ class DataSection(Section):
     cache: str = Field("", description="folder of the feature cache; needs features: cache")
     max_length: int = Field(3072, ge=8)
     held_out: int = Field(64, ge=1, description="answers kept for the held-out acceptance length")
+    limit: int = Field(0, ge=0, description="train on this many of the answers, evenly spread over the files; 0 = all")
 
 
 class Recipe(Section):

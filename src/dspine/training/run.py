@@ -75,6 +75,7 @@ def prepare_training(recipe: Recipe, output: Path, *, quiet: bool = False) -> tu
         raise UserError(
             f"no usable answers in {', '.join(recipe.data.answers)}: every one is empty or longer than {recipe.data.max_length}"
         )
+    answers = evenly_spread(answers, recipe.data.limit or len(answers))
     size = recipe.model.draft_vocab_size
     draft_ids = most_frequent_tokens([(a.ids, a.prompt_length) for a in answers], size) if size else None
     drafter = new_drafter(recipe, target, draft_ids)
@@ -86,6 +87,12 @@ def prepare_training(recipe: Recipe, output: Path, *, quiet: bool = False) -> tu
     resumed = trainer.resume()
     _announce(trainer, recipe, len(answers), resumed, console)
     return trainer, console
+
+
+def evenly_spread(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """`count` of the answers at equal distances (all where there are no more): every file keeps its share."""
+    count = min(count, len(answers))
+    return [answers[i * len(answers) // count] for i in range(count)]
 
 
 def export(drafter: BlockDrafter, held_out: HeldOut, folder: Path, dtype: torch.dtype) -> None:
