@@ -123,7 +123,7 @@ def test_starts_as_the_plain_backbone(
     draft = runner.propose(situation.tokens[:, 0], fill_cache(runner, situation), 8, torch.zeros(3), None)
     expected = hidden_states(drafter, tiny_target, situation) @ tiny_target.head_weight.t()
     assert torch.equal(draft.tokens, expected.argmax(-1))
-    assert torch.equal(draft.survival, torch.full((3, 8), 0.5))
+    assert torch.equal(draft.confidence(), torch.full((3, 8), 0.5))
 
 
 @KINDS
@@ -147,13 +147,13 @@ def test_greedy_drafting_is_the_serial_walk(
         for t in range(8):
             base, final = slow_logits(drafter, tiny_target, hidden[row, t], chosen)
             torch.testing.assert_close(
-                draft.survival[row, t], slow_confidence(drafter, hidden[row, t], chosen[-1]), rtol=1e-3, atol=1e-5
+                draft.confidence()[row, t], slow_confidence(drafter, hidden[row, t], chosen[-1]), rtol=1e-3, atol=1e-5
             )
             changed += int(base.argmax()) != int(final.argmax())
             chosen.append(tokens_of[int(final.argmax())])
         assert draft.tokens[row].tolist() == chosen[1:]
     assert changed > 3  # not a test of the base output in disguise
-    assert draft.survival.std() > 0.1
+    assert draft.confidence().std() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_sampling_keeps_the_q_it_sampled_from(
         for t in range(8):
             _, logits = slow_logits(drafter, target, hidden[row, t], read)
             confidence = slow_confidence(drafter, hidden[row, t], read[-1])
-            torch.testing.assert_close(draft.survival[row, t], confidence, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(draft.confidence()[row, t], confidence, rtol=1e-3, atol=1e-5)
             if temperatures[row] == 0:
                 place = int(logits.argmax())
             else:
@@ -207,7 +207,7 @@ def test_a_narrow_draft_is_the_start_of_the_wide_one(
     for m in (1, 3):
         narrow = runner.propose(situation.tokens[:, 0], cache, m, temperatures, uniforms[:, :m])
         assert torch.equal(narrow.tokens, wide.tokens[:, :m])
-        torch.testing.assert_close(narrow.survival, wide.survival[:, :m])
+        torch.testing.assert_close(narrow.confidence(), wide.confidence()[:, :m])
 
 
 def test_impossible_choices_are_refused(tiny_target: Target, make_drafter: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspine.modules.selection import independent_slots, pick, tempered, walk_transitions
+from dspine.modules.selection import chosen_scores, independent_slots, pick, tempered, top_probability, walk_transitions
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,15 @@ def test_independent_slots() -> None:
     greedy, none = independent_slots(logits, temperatures, None)
     assert none is None
     assert torch.equal(greedy, logits.argmax(-1))
+
+
+def test_top_probability_survives_large_scores() -> None:
+    scores = torch.tensor([[0.0, math.log(3.0)], [1000.0, 1000.0], [-5.0, float("-inf")]])
+    torch.testing.assert_close(top_probability(scores), torch.tensor([0.75, 0.5, 1.0]))
+
+
+def test_chosen_scores_are_those_that_the_walk_looked_at() -> None:
+    first, transitions = torch.randn(3, 4), torch.randn(3, 5, 4, 4)
+    index, q = walk_transitions(first, transitions, torch.ones(3), torch.rand(3, 6))
+    torch.testing.assert_close(chosen_scores(first, transitions, index).softmax(-1), q)
+    assert torch.equal(chosen_scores(first, transitions[:, :0], index[:, :1]), first[:, None])

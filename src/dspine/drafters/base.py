@@ -8,7 +8,9 @@ Shapes: a anchors (blocks), B slots, M = B - 1 candidates, d hidden, v vocabular
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -79,13 +81,20 @@ def mean_ce(sums: Tensor) -> Tensor:
 class Draft:
     """A proposal for b rows: `tokens` [b, m]; for sampled rows also the sparse q, `q_ids` and `q_probs` [b, m, k].
 
-    `survival` [b, m] is the drafter's own estimate, where it has one, of P(candidate t accepted | all before it).
+    `confidence()` [b, m], worked out only if somebody asks, says how sure the drafter is that candidate t is accepted if all
+    before it are: fp32 in 0..1, raw (decoding.calibration makes probabilities of it). It must not depend on candidate t itself,
+    only on what t is drawn from; decoding.confidence says why.
     """
 
     tokens: Tensor
     q_ids: Tensor | None = None
     q_probs: Tensor | None = None
-    survival: Tensor | None = None
+    confidence: Callable[[], Tensor] | None = None
+
+    def first(self, num_tokens: int) -> Draft:
+        """The draft without what comes after its first `num_tokens` tokens."""
+        ids, probs = (None if q is None else q[:, :num_tokens] for q in (self.q_ids, self.q_probs))
+        return Draft(self.tokens[:, :num_tokens], ids, probs)
 
 
 class DraftRunner(Protocol):
@@ -141,6 +150,7 @@ class BlockDrafter(nn.Module, ABC):
     backbone_class: ClassVar[type[BackboneParts]] = Backbone
     backbone: BackboneParts
     draft_ids: Tensor
+    folder: Path | None = None  # the checkpoint it was loaded from
 
     def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None) -> None:
         super().__init__()

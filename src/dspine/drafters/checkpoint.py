@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -20,6 +21,7 @@ from dspine.errors import UserError
 from dspine.targets.model import Target
 
 WEIGHTS = "model.safetensors"
+FINGERPRINT_PIECES, FINGERPRINT_BYTES = 64, 4096
 
 
 def save_drafter(drafter: BlockDrafter, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -91,7 +93,26 @@ def load_drafter(folder: Path, target: Target, *, options: Mapping[str, int | fl
         detail = str(error).splitlines()
         raise UserError(f"{file} does not match its config.json ({detail[min(1, len(detail) - 1)].strip()})") from error
     drafter.bind(target)
+    drafter.folder = folder
     return drafter.eval().requires_grad_(False)
+
+
+def fingerprint(folder: Path, config: DrafterConfig) -> str:
+    """16 hex digits that change with a checkpoint's config, its options as loaded and its weights.
+
+    Of the weights it reads pieces only: two trainings differ in nearly every byte. Raises UserError where there are none.
+    """
+    file = folder / WEIGHTS
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as weights:
+            for piece in range(FINGERPRINT_PIECES):
+                weights.seek(piece * size // FINGERPRINT_PIECES)
+                digest.update(weights.read(FINGERPRINT_BYTES))
+    except OSError as error:
+        raise UserError(f"cannot read {file} ({error.strerror})") from error
+    return digest.hexdigest()[:16]
 
 
 def parameters_by_part(folder: Path) -> tuple[dict[str, int], str]:

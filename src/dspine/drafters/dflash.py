@@ -34,4 +34,4 @@ class DFlashRunner(FullVocabularyRunner):
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
         states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, 1 : num_draft_tokens + 1]
-        return self.draft(*self.choose(self.base_logits(self.final_norm(states)), temperatures, uniforms))
+        return self.all_at_once(self.base_logits(self.final_norm(states)), temperatures, uniforms)

@@ -42,7 +42,7 @@ from dspine.kernels.linear import PackedLinear
 from dspine.modules.decoder import Around
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, candidate_terms, mix, position_weights, vocabulary_terms, weigh
-from dspine.modules.selection import walk_transitions
+from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
 from dspine.targets.model import Target
 
 
@@ -193,7 +193,11 @@ class DFlash2Runner(BackboneRunner):
     ) -> Draft:
         ids, first, transitions = self.transition_cache(anchors, cache, num_draft_tokens)
         index, q = walk_transitions(first, transitions, temperatures, uniforms)
-        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q)
+
+        def confidence() -> Tensor:
+            return top_probability(chosen_scores(first, transitions, index))
+
+        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """One block forward and the scores of all neighbour pairs.

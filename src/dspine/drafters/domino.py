@@ -149,4 +149,4 @@ class DominoRunner(FullVocabularyRunner):
             gates, from_state = said[:, : 3 * self._gru_width], said[:, 3 * self._gru_width :]
             return self._out(F.silu(from_hidden[t] + from_state), add=base[t]) if t else base[t]
 
-        return self.draft(*self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms))
+        return self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms)

@@ -137,7 +137,7 @@ class DSparkRunner(FullVocabularyRunner):
     def propose(
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
-        """As every runner's; `survival` is the confidence head's, given the chosen predecessors."""
+        """As every runner's; the confidence is the head's, given the chosen predecessors."""
         states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, :num_draft_tokens]
         hidden = self.final_norm(states).transpose(0, 1).contiguous()  # [m, b, d]: the walk takes slot after slot
         base, gates = self.base_logits(hidden), self._markov.gates(hidden)
@@ -150,6 +150,8 @@ class DSparkRunner(FullVocabularyRunner):
             state = self._markov.step(embedded[-1], None if gates is None else gates[t], state)
             return self._bias(state, add=base[t])
 
-        tokens, q = self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms)
-        confidence = self._confidence(torch.cat((hidden, torch.stack(embedded)), -1))[..., 0]  # [m, b]
-        return self.draft(tokens, q, torch.sigmoid(confidence.float()).t())
+        def confidence() -> Tensor:
+            logits = self._confidence(torch.cat((hidden, torch.stack(embedded)), -1))[..., 0]  # [m, b]
+            return torch.sigmoid(logits.float()).t()
+
+        return self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms, confidence)

@@ -21,7 +21,7 @@ from dspine.kernels.linear import PackedLinear
 from dspine.modules.injection import AdjacentInjection, rms, unit_code
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, LossTerm, candidate_terms, mix, position_weights, vocabulary_terms, weigh
-from dspine.modules.selection import walk_transitions
+from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
 from dspine.modules.transfer_space import TransferSpace, build_transfer_space
 from dspine.targets.model import Target
 
@@ -152,7 +152,11 @@ class DSpineRunner(BackboneRunner):
         candidates, first, transitions = self.transition_cache(anchors, cache, num_draft_tokens)
         index, q = walk_transitions(first, transitions, temperatures, uniforms)
         ids = self._draft_head.token_of(candidates)  # [b, M, k]
-        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q)
+
+        def confidence() -> Tensor:
+            return top_probability(chosen_scores(first, transitions, index))
+
+        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """One block forward and all its neighbour pairs.

@@ -203,7 +203,7 @@ class Eagle3Runner(FullVocabularyRunner):
             state = self._step(chosen, state, cache.at(lengths - 1 + t))
             return self.base_logits(self.final_norm(state))[:, 0]
 
-        return self.draft(*self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms))
+        return self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms)
 
     def _step(self, tokens: Tensor, state: Tensor, cache: KVCache) -> Tensor:
         """The next state [b, 1, d] of tokens [b] and the state (at first: feature) before it, at the position cache.lengths."""

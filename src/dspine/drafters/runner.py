@@ -18,7 +18,7 @@ from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerW
 from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
-from dspine.modules.selection import independent_slots
+from dspine.modules.selection import independent_slots, top_probability
 from dspine.targets.model import Target
 
 Cast = Callable[[Tensor], Tensor]
@@ -117,23 +117,30 @@ class FullVocabularyRunner(BackboneRunner):
         index, q = independent_slots(logits, temperatures, uniforms)
         return self._ids[index], q
 
-    def draft(self, tokens: Tensor, q: Tensor | None, survival: Tensor | None = None) -> Draft:
-        """The proposal of tokens [b, m] drawn from q."""
-        return Draft(tokens, None if q is None else self._ids.expand_as(q), q, survival)
+    def draft(self, tokens: Tensor, q: Tensor | None, confidence: Callable[[], Tensor]) -> Draft:
+        """The proposal of tokens [b, m] drawn from q [b, m, v']."""
+        return Draft(tokens, None if q is None else self._ids.expand_as(q), q, confidence)
+
+    def all_at_once(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor | None) -> Draft:
+        """Draft every slot of logits [b, m, v'] on its own."""
+        return self.draft(*self.choose(logits, temperatures, uniforms), lambda: top_probability(logits))
 
     def walk(
         self, next_logits: Callable[[int, Tensor], Tensor], anchors: Tensor, num_draft_tokens: int, temperatures: Tensor,
-        uniforms: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Draft left to right: next_logits(t, chosen [b]) are slot t's [b, v'] after the token before it, the anchor first."""
+        uniforms: Tensor | None, confidence: Callable[[], Tensor] | None = None,
+    ) -> Draft:  # fmt: skip
+        """Draft left to right: next_logits(t, chosen [b]) are slot t's [b, v'] after the token before it, the anchor first.
+        `confidence` is a head's; without one a slot's own top probability tells."""
         tokens, qs = [anchors], []
+        seen: list[Tensor] = []  # [b, 1, v'] each
         for t in range(num_draft_tokens):
-            logits = next_logits(t, tokens[-1])[:, None]
-            chosen, q = self.choose(logits, temperatures, None if uniforms is None else uniforms[:, t : t + 1])
+            seen.append(next_logits(t, tokens[-1])[:, None])
+            chosen, q = self.choose(seen[-1], temperatures, None if uniforms is None else uniforms[:, t : t + 1])
             tokens.append(chosen[:, 0])
             if q is not None:
                 qs.append(q)
-        return torch.stack(tokens[1:], 1), torch.cat(qs, 1) if qs else None
+        own = confidence or (lambda: torch.cat([top_probability(logits) for logits in seen], 1))
+        return self.draft(torch.stack(tokens[1:], 1), torch.cat(qs, 1) if qs else None, own)
 
 
 def _projections(layer: DraftLayer, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,18 @@ def tempered(scores: Tensor, temperatures: Tensor) -> Tensor:
     return torch.softmax(scores.float() / divisor.view(-1, *[1] * (scores.dim() - 1)), -1)
 
 
+def top_probability(scores: Tensor) -> Tensor:
+    """max softmax(scores) in fp32 [...] for scores [..., k]: how sure a distribution is, whatever is drawn from it."""
+    return scores.float().softmax(-1).amax(-1)
+
+
+def chosen_scores(first: Tensor, transitions: Tensor, index: Tensor) -> Tensor:
+    """The scores [b, m, k] that `walk_transitions` chose candidates index [b, m] by: each slot's after the one before it."""
+    b, m = index.shape
+    rows, slots = torch.arange(b, device=index.device)[:, None], torch.arange(m - 1, device=index.device)
+    return torch.cat((first[:, None], transitions[rows, slots, index[:, :-1]]), 1)
+
+
 def walk_transitions(
     first: Tensor, transitions: Tensor, temperatures: Tensor, uniforms: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
