@@ -72,3 +72,16 @@ def test_prompts_without_room_for_the_answer_are_left_out(tiny_target: Target) -
     assert skipped == 1
     with pytest.raises(UserError, match="no prompt of b leaves room for 511 new tokens in the 512 that tiny-llama holds"):
         first_turns(benchmark, tiny_target, chat=False, max_new_tokens=511)
+
+
+def test_thinking_is_the_templates_own_switch(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="the chat template of tiny-llama has no thinking mode to turn on or off"):
+        encode_conversation(tiny_target, ["a"], [], chat=True, thinking=True)
+    template = tiny_target.tokenizer.chat_template + "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", template)
+    texts = {
+        thinking: tiny_target.tokenizer.decode(encode_conversation(tiny_target, ["a"], [], chat=True, thinking=thinking))
+        for thinking in (None, True, False)
+    }
+    plain = "<|user|>a<eos><|assistant|>"
+    assert texts == {None: plain, True: plain, False: plain + "-"}

@@ -1,63 +1,128 @@
-"""Prompt files, and how their conversations become token ids.
+"""Benchmarks: where their conversations come from, and how they become token ids.
 
-One JSON object a line: {"turns": ["first user text", "second user text", ...]}. Other keys are left alone.
+    load_benchmark(Path("gsm8k.jsonl"), 100)               # a prompt file
+    load_named("gsm8k", folder=Path("data"), limit=100)    # one of the seven, from a folder ...
+    load_named("gsm8k", limit=100)                         # ... or from the Hugging Face hub, at its pinned revision
+
+A prompt file has one JSON object a line: {"turns": ["first user text", "second user text", ...]}. Beside "turns" there may be
+the reference of the first one: "answer" (a number or LaTeX), or "tests" (Python that raises where the answer's code is wrong,
+with "preamble" before the code and "entry_point"). Other keys are left alone. A file named like one of the seven benchmarks may
+hold the rows of its data set instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from dspine.errors import UserError
+from dspine.evaluation.references import MathAnswer, Reference, UnitTests
+from dspine.evaluation.rows import ENDINGS, download, read_rows
+from dspine.evaluation.suite import SUITE, HubBenchmark, Problem
 from dspine.targets.model import Target
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Conversations by their user turns; `name` is the file's without its ending."""
+    """Conversations by their user turns; `name` is the file's without its ending, `source` says where they were read.
+
+    `references` are as many as the conversations, or none at all.
+    """
 
     name: str
     conversations: tuple[tuple[str, ...], ...]
+    references: tuple[Reference | None, ...] = ()
+    source: str = field(default="", compare=False)
+
+    @property
+    def sha256(self) -> str:
+        """First 16 hex digits over all turns: two results with the same one were measured on the same prompts."""
+        return hashlib.sha256(json.dumps(self.conversations).encode()).hexdigest()[:16]
 
 
-def load_benchmark(file: Path, limit: int | None = None) -> Benchmark:
-    """Read the first `limit` conversations (None = all). Raises UserError naming the first bad line."""
+def load_benchmark(file: Path, limit: int | None = None, *, graded: bool = False) -> Benchmark:
+    """Read the first `limit` conversations (None = all). Raises UserError naming the first bad line.
+
+    `graded` asks for the prompts whose answers can be scored, where a benchmark has others for that.
+    """
+    name = file.name.partition(".")[0]
+    known = SUITE.get(name)
+    problems = _first((_problem(row, where, known, graded) for where, row in read_rows(file)), limit)
+    if not problems:
+        raise UserError(f'{file} holds no prompts; write one {{"turns": ["..."]}} per line')
+    return _benchmark(name, problems, file.name)
+
+
+def load_named(
+    name: str, *, folder: Path | None = None, revision: str | None = None, limit: int | None = None, graded: bool = False
+) -> Benchmark:
+    """One of the seven: from `folder`/NAME.jsonl (or .jsonl.gz, .parquet), else from the hub at `revision` (the pinned one).
+
+    Raises UserError for an unknown name, a folder without it, and a hub that cannot be reached.
+    """
+    known = SUITE.get(name)
+    if folder is not None:
+        files = [folder / f"{name}{ending}" for ending in ENDINGS]
+        found = [file for file in files if file.is_file()]
+        if not found:
+            raise UserError(f"{folder} holds no {files[0].name} (nor {', '.join(file.name for file in files[1:])})")
+        return load_benchmark(found[0], limit, graded=graded)
+    if known is None:
+        raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(SUITE)}, or give your own prompts with --prompts")
+    problems: list[Problem] = []
+    commit = revision or known.revision
+    for part in known.files:
+        path, commit = download(known.repo, part, commit)
+        rows = (known.read_row(row, where, graded=graded) for where, row in read_rows(path))
+        problems += _first(rows, None if limit is None else limit - len(problems))
+        if len(problems) == limit:
+            break
+    return _benchmark(name, problems, f"{known.repo}@{commit} ({known.config}, {known.split})")
+
+
+def _first(problems: Iterable[Problem], limit: int | None) -> list[Problem]:
+    """The first `limit`: what follows is not even read."""
     if limit is not None and limit < 1:
         raise UserError(f"limit = {limit}: at least 1 prompt is needed")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text (byte {error.start}); convert it first") from error
-    except OSError as error:
-        raise UserError(f"cannot read prompts from {file}: {error.strerror}") from error
-    conversations: list[tuple[str, ...]] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if limit is not None and len(conversations) == limit:
-            break
-        if line.strip():
-            conversations.append(_turns(line, f"{file}, line {number}"))
-    if not conversations:
-        raise UserError(f'{file} holds no prompts; write one {{"turns": ["..."]}} per line')
-    return Benchmark(file.stem, tuple(conversations))
+    return list(islice(problems, limit))
 
 
-def _turns(line: str, where: str) -> tuple[str, ...]:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f'{where} is no JSON ({error.msg}); write one {{"turns": ["..."]}} per line') from error
-    turns = item.get("turns") if isinstance(item, dict) else None
+def _benchmark(name: str, problems: Sequence[Problem], source: str) -> Benchmark:
+    references = tuple(problem.reference for problem in problems)
+    return Benchmark(name, tuple(problem.turns for problem in problems), references if any(references) else (), source)
+
+
+def _problem(row: Any, where: str, known: HubBenchmark | None, graded: bool) -> Problem:
+    if known is not None and isinstance(row, dict) and "turns" not in row:
+        return known.read_row(row, where, graded=graded)
+    turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f'{where} has no "turns": a list of at least one text that is not empty')
-    return tuple(turns)
+    return Problem(tuple(turns), _reference(row, where))
 
 
-def encode_conversation(target: Target, turns: Sequence[str], answers: Sequence[str], *, chat: bool) -> list[int]:
+def _reference(row: dict[str, Any], where: str) -> Reference | None:
+    given = {key: row[key] for key in ("answer", "tests", "preamble", "entry_point") if key in row}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise UserError(f'{where}: "{key}" must be a text, not {value!r}')
+    if "answer" in given:
+        return MathAnswer(given["answer"])
+    return UnitTests(**given) if "tests" in given else None
+
+
+def encode_conversation(
+    target: Target, turns: Sequence[str], answers: Sequence[str], *, chat: bool, thinking: bool | None = None
+) -> list[int]:
     """Token ids up to the answer to the last of `turns`; `answers` are those to all turns before it.
 
-    Without a chat template (`chat=False`) turns and answers follow each other, a line break between them.
+    Without a chat template (`chat=False`) turns and answers follow each other, a line break between them. `thinking` is the
+    template's switch (None: as the template has it by itself).
     """
     assert len(turns) == len(answers) + 1, f"{len(turns)} turns need {len(turns) - 1} answers before the last one"
     if not chat:
@@ -66,7 +131,7 @@ def encode_conversation(target: Target, turns: Sequence[str], answers: Sequence[
     messages = [{"role": "user", "content": turns[0]}]
     for answer, turn in zip(answers, turns[1:], strict=True):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-    return target.encode_chat(messages)
+    return target.encode_chat(messages, thinking=thinking)
 
 
 def first_turns(benchmark: Benchmark, target: Target, *, chat: bool, max_new_tokens: int) -> tuple[list[list[int]], int]:

@@ -203,11 +203,23 @@ class Target:
             hidden = self._final_norm(hidden)
         return TargetOutput(hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, up to the assistant's turn."""
+    @property
+    def has_thinking_mode(self) -> bool:
+        """Whether the chat template reads `enable_thinking`, the switch that Qwen3 introduced and others took over."""
+        return "enable_thinking" in str(self.tokenizer.chat_template)
+
+    def encode_chat(self, messages: list[dict[str, str]], *, thinking: bool | None = None) -> list[int]:
+        """Token ids of a conversation in the model's chat template, up to the assistant's turn.
+
+        `thinking` turns the template's thinking mode on or off (None: as the template has it by itself). Raises UserError for a
+        model without a template, and for one whose template has no such switch.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"{self.name} has no chat template; pass plain text (without --chat)")
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if thinking is not None and not self.has_thinking_mode:
+            raise UserError(f"the chat template of {self.name} has no thinking mode to turn on or off; leave the option away")
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
