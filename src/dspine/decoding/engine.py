@@ -29,6 +29,7 @@ from dspine.decoding.width import CostTable, WidthController, timed
 from dspine.drafters.base import Draft, DraftRunner
 from dspine.errors import UserError
 from dspine.modules.kv_cache import KVCache
+from dspine.stages import stage
 from dspine.targets.model import Target, TargetOutput
 
 PREFILL_CHUNK = 512  # prompt tokens per forward
@@ -173,9 +174,11 @@ class Engine:
         if self._controller is not None and draft is not None:
             self._controller.record_draft(drafted_at - started)
         tokens = anchors[:, None] if draft is None else torch.cat((anchors[:, None], draft.tokens), 1)
-        out = self.target.forward(tokens, self._cache, self._taps)
-        logits = self.target.logits(out.hidden)  # [n, w, v]
-        verdicts = self._verify(logits, draft)
+        with stage("verification"):
+            out = self.target.forward(tokens, self._cache, self._taps)
+            logits = self.target.logits(out.hidden)  # [n, w, v]
+        with stage("acceptance"):
+            verdicts = self._verify(logits, draft)
         verified_at = time.perf_counter()
         self._advance(out, draft, verdicts)
         advanced_at = time.perf_counter()
@@ -214,7 +217,8 @@ class Engine:
     def _draft(self, anchors: Tensor, width: int) -> Draft:
         assert self.drafter is not None and self._draft_cache is not None
         temperatures, uniforms = self._draft_randomness(width - 1)
-        return self.drafter.propose(anchors, self._draft_cache, width - 1, temperatures, uniforms)
+        with stage("draft_backbone"):  # what a drafter does besides, it says itself
+            return self.drafter.propose(anchors, self._draft_cache, width - 1, temperatures, uniforms)
 
     def _draft_randomness(self, num_draft_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Each row's temperature (0 = greedy) [n] and, if any row samples, its uniforms [n, m]."""
@@ -265,7 +269,8 @@ class Engine:
                 following[:, : draft.tokens.shape[1]] = draft.tokens[:, : following.shape[1]]
             last = torch.tensor([[v.next_token] for v in verdicts], device=following.device)
             following.scatter_(1, kept.to(following.device)[:, None] - 1, last)
-            self.drafter.extend(out.features[:, : following.shape[1]], following, self._draft_cache)
+            with stage("draft_backbone"):
+                self.drafter.extend(out.features[:, : following.shape[1]], following, self._draft_cache)
             self._draft_cache.lengths[:rows] += kept
 
     def _commit(self, request: Request, tokens: list[int], num_accepted: int) -> Progress:

@@ -19,6 +19,7 @@ from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
 from dspine.modules.selection import independent_slots, top_probability
+from dspine.stages import stage
 from dspine.targets.model import Target
 
 Cast = Callable[[Tensor], Tensor]
@@ -110,12 +111,14 @@ class FullVocabularyRunner(BackboneRunner):
 
     def base_logits(self, states: Tensor) -> Tensor:
         """The head's logits [..., v'] of final-normed states [..., d]."""
-        return self._draft_head.cap(self._head(states))
+        with stage("head"):
+            return self._draft_head.cap(self._head(states))
 
     def choose(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Token ids [b, m] for logits [b, m, v'] and, if any row samples, the q [b, m, v'] that they were drawn from."""
-        index, q = independent_slots(logits, temperatures, uniforms)
-        return self._ids[index], q
+        with stage("selection"):
+            index, q = independent_slots(logits, temperatures, uniforms)
+            return self._ids[index], q
 
     def draft(self, tokens: Tensor, q: Tensor | None, confidence: Callable[[], Tensor]) -> Draft:
         """The proposal of tokens [b, m] drawn from q [b, m, v']."""
