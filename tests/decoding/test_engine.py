@@ -332,7 +332,8 @@ def test_progress_adds_up_to_the_answers(tiny_target: Target, runner: Callable[[
     text = {request.id: "" for request in requests}
     while engine.has_work:
         for progress in engine.step():
-            assert progress.token_ids
+            assert len(progress.token_ids) == len(progress.accepted) == len(progress.pieces) > 0
+            assert progress.logprobs == [], "nobody asked for them"
             ids[progress.request.id] += progress.token_ids
             accepted[progress.request.id] += progress.accepted
             text[progress.request.id] += progress.text

@@ -36,6 +36,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "stop": [("",), ["ok", ""], "", 7, None, (1,), ["a", None], {"a": 1}, b"bytes"],
     "seed": [1.5, NAN, "7", True, 2**64, -(2**63) - 1],
     "ignore_eos": [0, 1, "yes", None],
+    "logprobs": [-1, 21, 1.0, "5", True],
 }
 WARPERS = [
     {"temperature": 0.7},

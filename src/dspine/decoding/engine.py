@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dspine.decoding.logprobs import token_logprobs
 from dspine.decoding.request import Progress, Request, new_request
 from dspine.decoding.sampling import SamplingParams, penalise, sample, target_distribution
 from dspine.decoding.verify import SparseQ, Verdict, verify_greedy, verify_sampled
@@ -64,7 +65,16 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_ids: list[int], params: SamplingParams) -> Request:
-        """Queue a prompt. Raises UserError for an empty one and for one that fills the target's context."""
+        """Queue a prompt. Raises UserError for those that `check_prompt` refuses."""
+        room = self.check_prompt(prompt_ids)
+        self._count += 1
+        request = new_request(self._count, list(prompt_ids), params, self.target.tokenizer, room, self.target.vocab_size)
+        self._waiting.append(request)
+        return request
+
+    def check_prompt(self, prompt_ids: list[int]) -> int:
+        """How many tokens an answer may have; any thread may ask. Raises UserError for an empty prompt, for one that
+        fills the target's context and for ids outside its vocabulary."""
         if not prompt_ids:
             raise UserError("the prompt is empty; give at least one token")
         room = self.target.max_length - len(prompt_ids)
@@ -78,10 +88,7 @@ class Engine:
             raise UserError(
                 f"token id {bad[0]} is not in the vocabulary of {self.target.name} (0 to {self.target.vocab_size - 1})"
             )
-        self._count += 1
-        request = new_request(self._count, list(prompt_ids), params, self.target.tokenizer, room, self.target.vocab_size)
-        self._waiting.append(request)
-        return request
+        return room
 
     def cancel(self, request: Request) -> None:
         """Stop a request, waiting or live; what it has so far stays in it."""
@@ -126,33 +133,34 @@ class Engine:
             request = self._waiting.popleft()
             started = time.perf_counter()
             self._live.append(request)
-            token = self._prefill(request, len(self._live) - 1)
+            token, logits = self._prefill(request, len(self._live) - 1)
             request.stats.prefill_s += time.perf_counter() - started
-            progress.append(self._commit(request, [token], 0))
+            progress.append(self._commit(request, [token], 0, logits))
         self._remove_finished()
         return progress
 
-    def _prefill(self, request: Request, row: int) -> int:
-        """Run the prompt into `row` of the caches; returns the answer's first token."""
+    def _prefill(self, request: Request, row: int) -> tuple[int, Tensor]:
+        """Run the prompt into `row` of the caches; returns the answer's first token and its logits [1, v]."""
         cache, draft_cache = self._caches(len(request.prompt_ids) + request.max_new_tokens)
         own, own_draft = cache.row(row), None if draft_cache is None else draft_cache.row(row)
         own.lengths.zero_()
         if own_draft is not None:
             own_draft.lengths.zero_()
         ids = torch.tensor([request.prompt_ids], device=self.target.device)
-        token = 0
+        token, logits = 0, ids.new_zeros(0)
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             chunk = ids[:, start : start + PREFILL_CHUNK]
             out = self.target.forward(chunk, own, self._taps)
             own.lengths += chunk.shape[1]
             following = ids[:, start + 1 : start + 1 + PREFILL_CHUNK]
             if following.shape[1] < chunk.shape[1]:  # the last chunk: the answer begins
-                token = self._first_token(request, self.target.logits(out.hidden[:, -1]))
+                logits = self.target.logits(out.hidden[:, -1])
+                token = self._first_token(request, logits)
                 following = torch.cat((following, ids.new_tensor([[token]])), 1)
             if own_draft is not None and self.drafter is not None and out.features is not None:
                 self.drafter.extend(out.features, following, own_draft)
                 own_draft.lengths += chunk.shape[1]
-        return token
+        return token, logits
 
     def _first_token(self, request: Request, logits: Tensor) -> int:
         if request.seen is not None:
@@ -193,7 +201,7 @@ class Engine:
             request.stats.record_round(width - 1, verdict.num_accepted)
             request.stats.draft_s += draft_s
             request.stats.verify_s += verify_s
-            progress.append(self._commit(request, [*accepted, verdict.next_token], verdict.num_accepted))
+            progress.append(self._commit(request, [*accepted, verdict.next_token], verdict.num_accepted, logits[row]))
         other_s = (time.perf_counter() - advanced_at) / rows
         for request in self._live:
             request.stats.other_s += other_s
@@ -273,15 +281,18 @@ class Engine:
                 self.drafter.extend(out.features[:, : following.shape[1]], following, self._draft_cache)
             self._draft_cache.lengths[:rows] += kept
 
-    def _commit(self, request: Request, tokens: list[int], num_accepted: int) -> Progress:
-        """Hand tokens to a request until one of them finishes it."""
-        used = 0
+    def _commit(self, request: Request, tokens: list[int], num_accepted: int, logits: Tensor) -> Progress:
+        """Hand tokens to a request until one of them finishes it. `logits` [len(tokens), v] are those they came from."""
+        pieces: list[str] = []
         for position, token in enumerate(tokens):
-            used += 1
-            if request.append(token, position < num_accepted, self.target.eos_token_ids):
+            finished = request.append(token, position < num_accepted, self.target.eos_token_ids)
+            pieces.append(request.text.take(final=finished))
+            if finished:
                 break
-        text = request.text.take(final=request.finish_reason is not None)
-        return Progress(request, request.output_ids[-used:], request.accepted[-used:], text)
+        used = len(pieces)
+        wanted = request.params.logprobs
+        logprobs = token_logprobs(logits, tokens[:used], wanted) if wanted is not None else []
+        return Progress(request, request.output_ids[-used:], request.accepted[-used:], pieces, logprobs)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

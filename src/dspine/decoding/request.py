@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dspine.decoding.logprobs import TokenLogprobs
 from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.stats import DecodeStats
 from dspine.decoding.text import TextStream
@@ -69,12 +70,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one engine step gave a request. `text` may lag behind `token_ids` (unfinished characters, stop strings)."""
+    """What one engine step gave a request.
+
+    `pieces[i]` is the text that became certain with token i; it may lag behind (unfinished characters, stop strings).
+    `logprobs` has one entry per token where the request asks for them, else none.
+    """
 
     request: Request
     token_ids: list[int]
     accepted: list[bool]
-    text: str
+    pieces: list[str]
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 def new_request(

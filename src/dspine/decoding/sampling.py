@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspine.decoding.logprobs import MAX_ALTERNATIVES
 from dspine.errors import UserError
 
 # Below this, softmax(logits / T) is one-hot unless two fp32 logits agree to about 1e-4, and logits / T nears overflow.
@@ -41,6 +42,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives to report with each token's log-probability; None = report nothing
 
     def __post_init__(self) -> None:
         def store(name: str, value: object) -> None:
@@ -59,6 +61,9 @@ class SamplingParams:
         if self.seed is not None:
             seed = _integer("seed", self.seed, lambda s: -(2**63) <= s < 2**64, "give a whole number of at most 64 bits, or None")
             store("seed", seed)
+        if self.logprobs is not None:
+            remedy = f"give 0 to {MAX_ALTERNATIVES} alternatives per token, or None"
+            store("logprobs", _integer("logprobs", self.logprobs, lambda n: 0 <= n <= MAX_ALTERNATIVES, remedy))
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos={_show(self.ignore_eos)} is no truth value; give True or False")
 
