@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dspine.comparison.plan import Plan
 from dspine.comparison.table import Line
-from dspine.errors import UserError
-
-COLOURS = ("#9aa5b1", "#7b8794", "#5a9bd4", "#3f8f6b", "#c78a2c", "#b3423a", "#7d5ba6", "#4a4a4a")
+from dspine.evaluation.plotting import colour, prepare_matplotlib, save_figure
 
 
 def draw_figures(plan: Plan, lines: list[Line], output: Path) -> list[Path]:
     """Write OUTPUT/acceptance-T*.svg and OUTPUT/positions-T*.svg for every temperature that has results."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UserError("figures need matplotlib; install dspine[report]") from error
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "dspine"  # the same results give the same file
+    prepare_matplotlib()
     files = []
     for temperature in plan.decode.temperatures:
         shown = [line for line in lines if any(t == temperature for _, t in line.results)]
@@ -44,13 +36,14 @@ def _acceptance_bars(plan: Plan, lines: list[Line], temperature: float, file: Pa
                 heights.append(result.acceptance_length)
                 errors.append((result.acceptance_length - result.low, result.high - result.acceptance_length))
         spread = list(zip(*errors, strict=True))
-        axes.bar(places, heights, width * 0.92, yerr=spread, label=line.name, color=_colour(number), error_kw={"linewidth": 0.8})
+        axes.bar(places, heights, width * 0.92, yerr=spread, label=line.name, color=colour(number), error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(benchmarks)), benchmarks)
     axes.set_ylim(bottom=1.0)
     axes.set_ylabel("acceptance length")
     axes.set_title(f"T = {temperature:g}; bars: 95 % over prompts", fontsize=10)
     axes.legend(fontsize=8, frameon=False, ncols=min(len(lines), 6), loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    return _save(figure, axes, file)
+    save_figure(figure, file)
+    return file
 
 
 def _position_curves(plan: Plan, lines: list[Line], temperature: float, file: Path) -> Path:
@@ -62,23 +55,11 @@ def _position_curves(plan: Plan, lines: list[Line], temperature: float, file: Pa
         result = line.results.get((benchmark, temperature))
         if result is not None:
             positions = range(1, len(result.by_position) + 1)
-            axes.plot(positions, result.by_position, marker="o", markersize=3, label=line.name, color=_colour(number))
+            axes.plot(positions, result.by_position, marker="o", markersize=3, label=line.name, color=colour(number))
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted with all before it")
     axes.set_ylim(0, 1)
     axes.set_title(f"{benchmark}, T = {temperature:g}", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    return _save(figure, axes, file)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _save(figure: Any, axes: Any, file: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save_figure(figure, file)
     return file

@@ -3,67 +3,68 @@
     report = measure_acceptance(llm, load_benchmark(Path("gsm8k.jsonl"), 100), SamplingParams(max_new_tokens=160))
     report.acceptance_length
 
-Acceptance does not depend on the machine, so conversations are decoded in batches. Every turn after the first
-continues the conversation with the answer that was just generated.
+Acceptance does not depend on the machine, so conversations are decoded in batches. What decodes them is a `Meter`: dspine's
+engine here, a server in `evaluation.served`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from dspine.api import LLM
-from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.stats import DecodeStats
 from dspine.errors import UserError
-from dspine.evaluation.benchmarks import Benchmark, encode_conversation
+from dspine.evaluation.benchmarks import Benchmark
+from dspine.evaluation.conversations import Conversation, conversations_of, decode_conversations
+from dspine.evaluation.intervals import RESAMPLES, ratio_interval
 from dspine.evaluation.machine import machine_facts
+from dspine.evaluation.settings import RunSettings, engine_settings
 from dspine.files import write_text
-
-TURN_SEEDS = 64  # seeds set aside for one conversation's turns
-RESAMPLES = 2000
-
-
-@dataclass
-class Conversation:
-    """One conversation of the benchmark on its way: what it asks and what has been answered."""
-
-    index: int
-    turns: tuple[str, ...]
-    answers: list[str] = field(default_factory=list)
-    skipped_turns: int = 0
-    stats: DecodeStats = field(default_factory=DecodeStats)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationResult:
+    """The counts of one conversation. Lists are by draft position 1..M (see decoding.stats); a server may not tell them."""
+
     index: int
     turns: int
     skipped_turns: int
     tokens: int
     rounds: int
     acceptance_length: float
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_at: tuple[int, ...] = ()
+    reached_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> ConversationResult:
+        stats = conversation.stats
+        return cls(
+            index=conversation.index,
+            turns=len(conversation.answers),
+            skipped_turns=conversation.skipped_turns,
+            tokens=stats.tokens,
+            rounds=stats.rounds,
+            acceptance_length=stats.acceptance_length,
+            num_drafted_tokens=stats.num_drafted_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            drafted_at=tuple(stats.drafted_at),
+            reached_at=tuple(stats.reached_at),
+            accepted_at=tuple(stats.accepted_at),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceReport:
+class AcceptanceReport(RunSettings):
     """tau and acceptance by draft position over all rounds (see decoding.stats for the definitions)."""
 
-    benchmark: str
-    target: str
-    drafter: str
-    width: str
-    chat: bool
-    temperature: float
-    max_new_tokens: int
-    seed: int | None
-    prompts: int
     skipped_turns: int
     tokens: int
     rounds: int
@@ -83,6 +84,37 @@ class AcceptanceReport:
         write_text(file, json.dumps(asdict(self), indent=2) + "\n")
 
 
+class Meter(Protocol):
+    """What decodes a benchmark's conversations and counts what was accepted."""
+
+    def settings(self, benchmark: Benchmark, params: SamplingParams) -> RunSettings: ...
+
+    def results(self, benchmark: Benchmark, params: SamplingParams, skip: Iterable[int]) -> Iterator[ConversationResult]:
+        """Every conversation whose index is not in `skip`, as it is finished."""
+
+    def machine(self) -> dict[str, str | int]: ...
+
+
+@dataclass(frozen=True)
+class EngineMeter:
+    """dspine's engine. `chat=False` takes prompts as plain text; `thinking` is the chat template's switch."""
+
+    llm: LLM
+    chat: bool = True
+    thinking: bool | None = None
+
+    def settings(self, benchmark: Benchmark, params: SamplingParams) -> RunSettings:
+        return engine_settings(self.llm, benchmark, params, chat=self.chat, thinking=self.thinking)
+
+    def results(self, benchmark: Benchmark, params: SamplingParams, skip: Iterable[int]) -> Iterator[ConversationResult]:
+        todo = conversations_of(benchmark, skip)
+        for conversation in decode_conversations(self.llm, todo, params, chat=self.chat, thinking=self.thinking):
+            yield ConversationResult.of(conversation)
+
+    def machine(self) -> dict[str, str | int]:
+        return machine_facts(self.llm.target.device)
+
+
 def measure_acceptance(
     llm: LLM,
     benchmark: Benchmark,
@@ -95,105 +127,56 @@ def measure_acceptance(
 
     Turns for which the target's context has no room are skipped and counted; UserError when nothing is left.
     """
-    if llm.drafter is None:
-        raise UserError(f"{llm.target.name} has no drafter here; name a draft checkpoint to measure")
-    conversations = [Conversation(index, turns) for index, turns in enumerate(benchmark.conversations)]
-    _decode(llm, conversations, params, chat, on_progress)
-    return _report(llm, benchmark, params, chat, conversations)
+    return measure(EngineMeter(llm, chat), benchmark, params, on_result=lambda result: on_progress(1))
 
 
-def _decode(
-    llm: LLM, conversations: list[Conversation], params: SamplingParams, chat: bool, on_progress: Callable[[int], None]
-) -> None:
-    engine = llm.engine()
-    running: dict[int, Conversation] = {}
-
-    def start_turn(conversation: Conversation) -> None:
-        number = len(conversation.answers)
-        prompt = encode_conversation(llm.target, conversation.turns[: number + 1], conversation.answers, chat=chat)
-        if len(prompt) + params.max_new_tokens > llm.target.max_length:
-            conversation.skipped_turns = len(conversation.turns) - number  # later turns would be longer still
-            on_progress(1)
-            return
-        seed = None if params.seed is None else params.seed + TURN_SEEDS * conversation.index + number
-        running[engine.submit(prompt, replace(params, seed=seed)).id] = conversation
-
-    def finish_turn(request: Request) -> None:
-        conversation = running.pop(request.id, None)
-        if conversation is None:  # one step may report a request twice: its first token, then its first round
-            return
-        conversation.stats.merge(request.stats)
-        conversation.answers.append(request.text.text)
-        if len(conversation.answers) < len(conversation.turns):
-            start_turn(conversation)
-        else:
-            on_progress(1)
-
-    for conversation in conversations:
-        start_turn(conversation)
-    while engine.has_work:
-        for progress in engine.step():
-            if progress.request.finish_reason is not None:
-                finish_turn(progress.request)
-
-
-def _report(
-    llm: LLM, benchmark: Benchmark, params: SamplingParams, chat: bool, conversations: list[Conversation]
+def measure(
+    meter: Meter,
+    benchmark: Benchmark,
+    params: SamplingParams,
+    *,
+    done: Sequence[ConversationResult] = (),
+    on_result: Callable[[ConversationResult], None] = lambda result: None,
 ) -> AcceptanceReport:
-    total = DecodeStats()
-    for conversation in conversations:
-        total.merge(conversation.stats)
-    if not total.rounds:
+    """The report over all conversations, those `done` before included; `on_result` is told of each that is decoded now.
+
+    Raises UserError when nothing was drafted.
+    """
+    settings = meter.settings(benchmark, params)
+    results = {result.index: result for result in done}
+    for result in meter.results(benchmark, params, tuple(results)):
+        results[result.index] = result
+        on_result(result)
+    return _report(settings, [results[index] for index in sorted(results)], meter.machine())
+
+
+def _report(settings: RunSettings, results: list[ConversationResult], machine: dict[str, str | int]) -> AcceptanceReport:
+    counted = [result for result in results if result.rounds]
+    if not counted:
         raise UserError(
-            f"nothing was drafted on {benchmark.name}: its prompts leave no room for {params.max_new_tokens} new tokens in the "
-            f"{llm.target.max_length} that {llm.target.name} holds, or every answer was a single token"
+            f"nothing was drafted on {settings.benchmark}: its prompts leave no room for {settings.max_new_tokens} new tokens in "
+            f"the context of {settings.target}, or every answer was a single token"
         )
-    assert llm.drafter is not None
-    counted = [c.stats for c in conversations if c.stats.rounds]
+    accepted, rounds = [result.num_accepted_tokens for result in counted], [result.rounds for result in counted]
+    positions = DecodeStats()
+    if all(result.drafted_at for result in counted):  # of some conversations alone they would not belong to this tau
+        for r in counted:
+            positions.merge(DecodeStats(drafted_at=[*r.drafted_at], reached_at=[*r.reached_at], accepted_at=[*r.accepted_at]))
     return AcceptanceReport(
-        benchmark=benchmark.name,
-        target=llm.target.name,
-        drafter=llm.drafter.config.drafter,
-        width=str(llm.width),
-        chat=chat,
-        temperature=params.temperature,
-        max_new_tokens=params.max_new_tokens,
-        seed=params.seed,
-        prompts=len(conversations),
-        skipped_turns=sum(c.skipped_turns for c in conversations),
-        tokens=total.tokens,
-        rounds=total.rounds,
-        acceptance_length=total.acceptance_length,
-        acceptance_length_ci95=bootstrap_interval(
-            [s.num_accepted_tokens for s in counted], [s.rounds for s in counted], RESAMPLES
-        ),
-        acceptance_by_position=tuple(total.acceptance_by_position),
-        conditional_acceptance=tuple(total.conditional_acceptance),
-        conversations=tuple(_result(c) for c in conversations),
-        machine=machine_facts(llm.target.device),
-    )
-
-
-def _result(conversation: Conversation) -> ConversationResult:
-    stats = conversation.stats
-    return ConversationResult(
-        index=conversation.index,
-        turns=len(conversation.answers),
-        skipped_turns=conversation.skipped_turns,
-        tokens=stats.tokens,
-        rounds=stats.rounds,
-        acceptance_length=stats.acceptance_length,
+        **{**asdict(settings), "prompts": len(results)},
+        skipped_turns=sum(result.skipped_turns for result in results),
+        tokens=sum(result.tokens for result in results),
+        rounds=sum(rounds),
+        acceptance_length=sum(accepted) / sum(rounds) + 1.0,
+        acceptance_length_ci95=bootstrap_interval(accepted, rounds, RESAMPLES),
+        acceptance_by_position=tuple(positions.acceptance_by_position),
+        conditional_acceptance=tuple(positions.conditional_acceptance),
+        conversations=tuple(results),
+        machine=machine,
     )
 
 
 def bootstrap_interval(accepted: list[int], rounds: list[int], resamples: int) -> tuple[float, float]:
-    """95 % percentile interval of tau = sum(accepted) / sum(rounds) + 1, conversations drawn with replacement.
-
-    Rounds of one answer resemble each other, so it is answers that are resampled, not rounds.
-    """
-    count = len(rounds)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(count, (resamples, count), generator=generator)
-    totals = torch.tensor([accepted, rounds], dtype=torch.float64)[:, drawn].sum(-1)  # [2, resamples]
-    low, high = torch.quantile(totals[0] / totals[1] + 1.0, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+    """95 % interval over conversations of tau = sum(accepted) / sum(rounds) + 1."""
+    low, high = ratio_interval(accepted, rounds, resamples)
+    return low + 1.0, high + 1.0
