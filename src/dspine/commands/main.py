@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dspine import __version__
-from dspine.commands import evaluate
+from dspine.commands import evaluate, study
 from dspine.commands.bench import bench
 from dspine.commands.compare import compare
 from dspine.commands.console import note, print_error, show_help_without_command
@@ -63,6 +63,7 @@ def root(
 app.command()(generate)
 app.command()(bench)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(study.app, name="study")
 app.add_typer(data_app, name="data")
 app.command()(train)
 app.command()(compare)
