@@ -116,7 +116,10 @@ def test_another_chat_template(saved: Path, make_model: Any) -> None:
     ("change", "message"),
     [
         ({"alignment": "next"}, "alignment = next is not a dspine drafter's, which has alignment = same"),
-        ({"attention": "bidirectional"}, "attention = bidirectional is not a dspine drafter's"),
+        (
+            {"drafter": "eagle3", "num_layers": 1, "alignment": "next", "attention": "bidirectional", "options": {}},
+            "attention = bidirectional is not a eagle3 drafter's, which has attention = causal",
+        ),
         ({"block_size": 1}, "block_size: Input should be greater than or equal to 2"),
         ({"mask_token_id": 999}, "mask_token_id = 999, but tiny-llama's last token id is 259"),
         ({"target_layer_ids": [0, 7]}, "target_layer_ids = 7, but tiny-llama's last layer is 2"),

@@ -157,7 +157,7 @@ def slow_loss(
     """The loss, what counts as correct, and how many of the weighted labels are candidates, and not."""
     rows, ids = head_rows(drafter, target)
     hidden = slow_hidden(drafter, target, batch.tokens, batch.context)
-    ce = l1 = selection = total = torch.zeros(())
+    ce = l1 = selection = total = everything = torch.zeros(())
     correct: list[list[bool]] = []
     found = missing = 0
     for a in range(batch.tokens.shape[0]):
@@ -168,20 +168,23 @@ def slow_loss(
             candidates = slow_candidates(drafter, target, hidden[a, t])
             scores = [slow_score(drafter, target, hidden[a, t], predecessor, c) for c in candidates]
             correct[-1].append(candidates[max(range(len(scores)), key=lambda j: float(scores[j].detach()))] == label)
-            if label < 0 or not batch.supervised[a, t - 1]:
+            if not batch.supervised[a, t - 1]:
+                continue
+            w = math.exp(-(t - 1) / settings.gamma)
+            log_q = torch.log_softmax(capped(target, rows @ hidden[a, t]), -1)
+            p = torch.softmax(capped(target, rows @ batch.teacher[a, t - 1]), -1)
+            l1, everything = l1 + w * (log_q.exp() - p).abs().sum(), everything + w
+            if label < 0:
                 continue
             if label in candidates:
                 found += 1
             else:
                 missing += 1
                 candidates[-1], scores[-1] = label, slow_score(drafter, target, hidden[a, t], predecessor, label)
-            w = math.exp(-(t - 1) / settings.gamma)
-            log_q = torch.log_softmax(capped(target, rows @ hidden[a, t]), -1)
-            p = torch.softmax(capped(target, rows @ batch.teacher[a, t - 1]), -1)
-            ce, l1, total = ce - w * log_q[label], l1 + w * (log_q.exp() - p).abs().sum(), total + w
+            ce, total = ce - w * log_q[label], total + w
             selection = selection - w * torch.log_softmax(torch.stack(scores), -1)[candidates.index(label)]
-    base = settings.alpha * ce + ((1 - settings.alpha) * l1 if settings.alpha < 1 else 0)
-    return (base + selection) / total, correct, (found, missing)
+    distance = (1 - settings.alpha) * l1 / everything if settings.alpha < 1 else 0
+    return (settings.alpha * ce + selection) / total + distance, correct, (found, missing)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,79 +12,9 @@ from torch import Tensor
 
 from dspine.drafters.base import LossSettings, TrainingBatch
 from dspine.drafters.dspine import DSpine
-from dspine.errors import UserError
 from dspine.targets.model import Target
 
-
-@dataclass
-class SlowBlock:
-    """One block, slot by slot: per layer the readouts and states, and the last layer's states before injection."""
-
-    readouts: list[list[Tensor]] = field(default_factory=list)  # e_t of every layer, AFTER its injection
-    before_last: list[Tensor] = field(default_factory=list)
-    states: Tensor = field(default_factory=lambda: torch.zeros(0))  # [B, d]
-
-
-def code_of(drafter: DSpine, token: int) -> Tensor:
-    return drafter.space.codes[token]
-
-
-def slow_code(drafter: DSpine, layer: int, u: Tensor) -> Tensor:
-    r = drafter.injection.readouts[layer].get_parameter("weight") @ u
-    return drafter.options.transfer_rank**0.5 * r / r.norm()
-
-
-def slow_inject(drafter: DSpine, layer: int, u: Tensor, z_previous: Tensor) -> Tensor:
-    injection = drafter.injection
-    z = slow_code(drafter, layer, u)
-    gate = torch.sigmoid(
-        injection.receiver_gate.weight @ z + injection.sender_gate.weight @ z_previous + injection.receiver_gate.bias
-    )
-    message = injection.message.weight @ z_previous
-    return u + u.norm() / math.sqrt(u.shape[0]) * (injection.writes[layer].get_parameter("weight") @ (gate * message))
-
-
-def slow_block(
-    drafter: DSpine, target: Target, context: Any, tokens: Tensor, forced: bool = False, forced_layers: int = 0
-) -> SlowBlock:
-    """tokens [B]; only the anchor is read, unless `forced` (true predecessors in the first layers)."""
-    block = SlowBlock()
-
-    def after_layer(layer: int, x: Tensor) -> Tensor:
-        u = list(x[0])
-        if layer == drafter.config.num_layers - 1:
-            block.before_last = u
-        out = [u[0]]
-        for t in range(1, len(u)):
-            if t == 1:
-                z_previous = code_of(drafter, int(tokens[0]))
-            elif forced and layer < forced_layers:
-                z_previous = code_of(drafter, int(tokens[t - 1]))
-            else:
-                z_previous = slow_code(drafter, layer, u[t - 1])
-            out.append(slow_inject(drafter, layer, u[t], z_previous))
-        block.readouts.append([drafter.injection.readouts[layer].get_parameter("weight") @ h for h in out])
-        return torch.stack(out)[None]
-
-    block.states = drafter.backbone(drafter.block_inputs(tokens[None], target), context, after_layer)[0]
-    return block
-
-
-def one_block(context: Any, a: int) -> Any:
-    """The context with only its a-th block."""
-    return replace(context, anchors=context.anchors[a : a + 1])
-
-
-def head_rows(drafter: DSpine, target: Target) -> tuple[Tensor, list[int]]:
-    """(head [v', d], token ids) of what the drafter may propose."""
-    ids = drafter.draft_ids.tolist() or list(range(target.vocab_size))
-    return target.head_weight[ids], ids
-
-
-def refined_state(drafter: DSpine, block: SlowBlock, t: int, predecessor: int) -> Tensor:
-    """Slot t's final-normed state when only the last layer's injection is redone with a predecessor token."""
-    last = drafter.config.num_layers - 1
-    return drafter.backbone.norm(slow_inject(drafter, last, block.before_last[t], code_of(drafter, predecessor)))
+from .slow_dspine import code_of, head_rows, one_block, refined_state, serial_draft, slow_block
 
 
 @dataclass
@@ -229,20 +159,6 @@ def test_starts_as_the_block_causal_dflash(tiny_target: Target, make_drafter: An
     assert torch.equal(*drafts)
 
 
-def serial_draft(drafter: DSpine, target: Target, context: Any, anchor: int, width: int) -> list[int]:
-    """The slow meaning of predecessor-conditioned decoding: redo the last injection for every token as it is chosen."""
-    rows, ids = head_rows(drafter, target)
-    tokens = torch.full((width,), anchor)
-    block = slow_block(drafter, target, context, tokens)
-    chosen = [anchor]
-    for t in range(1, width):
-        logits = rows @ drafter.backbone.norm(block.states[t])
-        candidates = logits.topk(drafter.options.num_candidates).indices.tolist()
-        scores = rows[candidates] @ refined_state(drafter, block, t, chosen[-1])
-        chosen.append(ids[candidates[int(scores.argmax())]])
-    return chosen[1:]
-
-
 @pytest.mark.parametrize("every", [1, 4])
 @torch.inference_mode()
 def test_transition_cache_is_serial_refinement(
@@ -378,8 +294,3 @@ def test_one_candidate_is_the_ordinary_argmax(
     _, _, states = runner._block(situation.tokens[:, 0], cache, 8)
     expected = tiny_target.logits(runner.final_norm(states)).argmax(-1)
     assert torch.equal(runner.propose(situation.tokens[:, 0], cache, 7, torch.zeros(3), None).tokens, expected)
-
-
-def test_bidirectional_attention_is_refused(tiny_target: Target, make_drafter: Any) -> None:
-    with pytest.raises(UserError, match="attention = bidirectional is not a dspine drafter's, which has attention = causal"):
-        make_drafter(tiny_target, "dspine", attention="bidirectional")

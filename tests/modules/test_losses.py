@@ -15,7 +15,6 @@ from dspine.modules.losses import (
     LossTerm,
     VocabularyTerms,
     candidate_terms,
-    mix,
     position_weights,
     vocabulary_terms,
     weigh,
@@ -204,19 +203,14 @@ def test_position_weights() -> None:
     torch.testing.assert_close(position_weights(15, 7.0), torch.tensor(expected))
 
 
-def test_gated_rule_and_the_older_one() -> None:
-    ce, l1 = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0.5, 0.25, 1.0])
-    ce_weights, l1_weights, all_weights = (
-        torch.tensor([1.0, 0.0, 0.5]),
-        torch.tensor([0.0, 0.0, 0.5]),
-        torch.tensor([1.0, 0.8, 0.5]),
-    )
-    gated = mix(ce, ce_weights, l1, l1_weights, 0.1)
-    assert [term.coefficient for term in gated] == pytest.approx([0.1, 0.9])
-    assert [float(term.mean()) for term in gated] == pytest.approx([3.0 / 1.5, 0.5 / 0.5])
-    shared = mix(ce, ce_weights, l1, l1_weights, 0.1, all_weights)
-    assert [float(term.mean()) for term in shared] == pytest.approx([3.0 / 2.3, 0.5 / 2.3])
-    assert [term.coefficient for term in mix(ce, ce_weights, None, None, 0.1)] == [0.1]
+def test_candidates_overlap_with_the_whole_target() -> None:
+    """sum min(p, q): p is the target's own probability of a candidate, not renormalised on the candidates."""
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    candidates = torch.tensor([[3, 1]])
+    scores = torch.log(torch.tensor([[0.7, 0.3]]))
+    terms = candidate_terms(scores, candidates, torch.tensor([3]), p.log()[candidates] + 2.5, torch.tensor([2.5]))
+    assert terms.overlap is not None
+    assert float(terms.overlap) == pytest.approx(0.4 + 0.2)
 
 
 def test_terms_of_parts_add_up_to_the_whole() -> None:

@@ -48,6 +48,16 @@ def test_codes_have_root_mean_square_one() -> None:
     torch.testing.assert_close(codes.norm(dim=-1), torch.full((61,), 6**0.5))
 
 
+def test_codes_without_whitening_keep_the_heads_spectrum() -> None:
+    head = random_head()
+    mu, basis, _ = whitening(head, 5)
+    codes = build_transfer_space(head, 5, whitened=False).codes
+    for code, row in zip(codes, head, strict=True):
+        plain = basis.t() @ (row / row.norm() - mu)
+        torch.testing.assert_close(code, 5**0.5 * plain / plain.norm(), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(codes, build_transfer_space(head, 5).codes, atol=0.05)
+
+
 @pytest.mark.parametrize("rank", [3, 12])
 def test_whitened_outer_products_sum_to_the_identity(rank: int) -> None:
     head = random_head()

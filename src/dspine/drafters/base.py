@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -43,6 +43,10 @@ class LossSettings:
 
     alpha: float = 0.1
     gamma: float = 7.0
+    distance: Literal["l1", "acceptance"] = "l1"  # what 1 - alpha weighs
+    position_weights: Literal["fixed", "dpace"] = "fixed"
+    dpace_smoothing: float = 0.5
+    layer_supervision: Literal["cosine", "token_ce", "none"] = "cosine"
     forced_probability: float = 0.0  # true-predecessor curriculum
     refined_shared_normaliser: bool = False
     progress: float = 0.0  # share of the training done
@@ -52,12 +56,14 @@ class LossSettings:
 class BlockLosses:
     """The terms of the loss; the first of `distribution` is the ordinary output's cross-entropy (CE_backbone).
 
-    `correct` [a, M] says where the draft's top choice, given true predecessors, is the true token.
+    `correct` [a, M] says where the draft's top choice, given true predecessors, is the true token. `alignment` is what the
+    layers are supervised by; as an angle (L_emb) it is scaled by CE_backbone, a cross-entropy has that scale already.
     """
 
     distribution: tuple[LossTerm, ...]
     correct: Tensor
     alignment: LossTerm | None = None
+    alignment_is_angle: bool = True
 
     def sums(self) -> Tensor:
         """What `loss` divides by, to be added up over the parts of a step: every term's weight, then CE_backbone's total."""
@@ -68,7 +74,8 @@ class BlockLosses:
         """This part's share of L = L_dist + beta sg(CE_backbone) L_emb, `sums` being the whole step's."""
         parts = [term.coefficient * term.mean(weight) for term, weight in zip(self.distribution, sums, strict=False)]
         if self.alignment is not None:
-            parts.append(beta * mean_ce(sums) * self.alignment.mean(sums[len(self.distribution)]))
+            scale = mean_ce(sums) if self.alignment_is_angle else 1.0
+            parts.append(beta * scale * self.alignment.mean(sums[len(self.distribution)]))
         return torch.stack(parts).sum()
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, TrainingBatch
 from dspine.drafters.runner import FullVocabularyRunner
+from dspine.drafters.supervision import Supervision
 from dspine.modules.kv_cache import KVCache
-from dspine.modules.losses import DraftHead, mix, position_weights, vocabulary_terms
+from dspine.modules.losses import DraftHead, vocabulary_terms
 from dspine.targets.model import Target
 
 
@@ -17,13 +18,9 @@ class DFlash(BlockDrafter):
     def block_losses(self, batch: TrainingBatch, target: Target, head: DraftHead, settings: LossSettings) -> BlockLosses:
         states = self.backbone(self.block_inputs(batch.tokens, target), batch.context)
         hidden = self.backbone.norm(states[:, 1:]).flatten(0, 1)  # [n, d]
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        weights = (batch.supervised * position_weights(batch.supervised.shape[1], settings.gamma, hidden.device)).flatten()
-        weights = weights * (labels >= 0)
-        teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        terms = vocabulary_terms(hidden, teacher, labels, head, 1)
-        correct = (terms.top[:, 0] == labels).view_as(batch.supervised)
-        return BlockLosses(mix(terms.ce, weights, terms.l1, weights, settings.alpha), correct)
+        rows = Supervision.of(batch, head, settings)
+        terms = vocabulary_terms(hidden, rows.teacher, rows.labels, head, 1)
+        return BlockLosses(rows.distribution(terms.ce, terms.l1), rows.correct(terms.top[:, 0]))
 
     def runner(self, target: Target) -> DFlashRunner:
         return DFlashRunner(self, target)

@@ -37,11 +37,12 @@ from torch.nn import functional as F
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch, check_num_candidates
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import BackboneRunner
+from dspine.drafters.supervision import Supervision
 from dspine.errors import UserError
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.decoder import Around
 from dspine.modules.kv_cache import KVCache
-from dspine.modules.losses import DraftHead, candidate_terms, mix, position_weights, vocabulary_terms, weigh
+from dspine.modules.losses import DraftHead, candidate_terms, vocabulary_terms, weigh
 from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
 from dspine.targets.model import Target
 
@@ -136,21 +137,19 @@ class DFlash2(BlockDrafter):
     def block_losses(self, batch: TrainingBatch, target: Target, head: DraftHead, settings: LossSettings) -> BlockLosses:
         states = self.backbone(self.block_inputs(batch.tokens, target), batch.context, around=self.around())
         hidden = self.backbone.norm(states[:, 1:]).flatten(0, 1)  # [n, d]
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        weights = (batch.supervised * position_weights(batch.supervised.shape[1], settings.gamma, hidden.device)).flatten()
-        weights = weights * (labels >= 0)
-        teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        terms = vocabulary_terms(hidden, teacher, labels, head, self.options.num_candidates)
+        rows = Supervision.of(batch, head, settings)
+        labels = rows.labels
+        terms = vocabulary_terms(hidden, rows.teacher, labels, head, self.options.num_candidates)
         found = (terms.top == labels[:, None]).any(-1)
         candidates = terms.top.clone()
         candidates[:, -1] = torch.where(found | (labels < 0), terms.top[:, -1], labels)
         base = torch.einsum("nd,nkd->nk", hidden, head.weight[candidates].to(hidden.dtype))
         scores = head.cap(base.float()) + self.selector(hidden, batch.tokens[:, :-1].reshape(-1), candidates)
-        selection = weigh(candidate_terms(scores, candidates, labels, None, None).ce, weights)
+        selection = weigh(candidate_terms(scores, candidates, labels, None, None).ce, rows.fixed_weights * rows.known)
         best = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
         # Where the gold token was put among the candidates drafting could not have chosen it; elsewhere they are the real ones.
-        correct = (found & (best == labels)).view_as(batch.supervised)
-        return BlockLosses((*mix(terms.ce, weights, terms.l1, weights, settings.alpha), selection), correct)
+        correct = rows.correct(best) & found.view_as(batch.supervised)
+        return BlockLosses((*rows.distribution(terms.ce, terms.l1), selection), correct)
 
     def runner(self, target: Target) -> DFlash2Runner:
         return DFlash2Runner(self, target)

@@ -29,9 +29,10 @@ from torch.nn import functional as F
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import FullVocabularyRunner
+from dspine.drafters.supervision import Supervision
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
-from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, mix, position_weights, vocabulary_terms
+from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, vocabulary_terms
 from dspine.targets.model import Target
 
 
@@ -98,18 +99,15 @@ class Domino(BlockDrafter):
         hidden = self.backbone.norm(states)  # [a, B, d]
         corrections = self.correction(hidden, target.embed(batch.tokens[:, :-1])).flatten(0, 1)  # [n, r]
         hidden = hidden.flatten(0, 1)
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        weights = (batch.supervised * position_weights(batch.supervised.shape[1], settings.gamma, hidden.device)).flatten()
-        teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        base = vocabulary_terms(hidden, teacher, labels, head, 1)
-        final = vocabulary_terms(hidden, teacher, labels, head, 1, (corrections, self.correction.out.weight))
+        rows = Supervision.of(batch, head, settings)
+        base = vocabulary_terms(hidden, rows.teacher, rows.labels, head, 1)
+        final = vocabulary_terms(hidden, rows.teacher, rows.labels, head, 1, (corrections, self.correction.out.weight))
 
         def share(of: float, terms: VocabularyTerms) -> tuple[LossTerm, ...]:
-            mixed = mix(terms.ce, weights * (labels >= 0), terms.l1, weights, settings.alpha)
-            return tuple(replace(term, coefficient=of * term.coefficient) for term in mixed)
+            return tuple(replace(term, coefficient=of * term.coefficient) for term in rows.distribution(terms.ce, terms.l1))
 
-        correct = (final.top[:, 0] == labels).view_as(batch.supervised)
-        return BlockLosses((*share(1 - settings.progress, base), *share(settings.progress, final)), correct)
+        distribution = (*share(1 - settings.progress, base), *share(settings.progress, final))
+        return BlockLosses(distribution, rows.correct(final.top[:, 0]))
 
     def runner(self, target: Target) -> DominoRunner:
         return DominoRunner(self, target)

@@ -28,9 +28,10 @@ from torch.nn import functional as F
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import FullVocabularyRunner
+from dspine.drafters.supervision import Supervision
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
-from dspine.modules.losses import DraftHead, mix, position_weights, vocabulary_terms, weigh
+from dspine.modules.losses import DraftHead, vocabulary_terms, weigh
 from dspine.targets.model import Target
 
 Markov = Literal["vanilla", "gated", "recurrent"]
@@ -107,18 +108,15 @@ class DSpark(BlockDrafter):
         embedded = self.markov.embedding(batch.tokens[:, :-1])  # [a, B, r]
         markov = self.markov(hidden, embedded).flatten(0, 1)  # [n, r]
         confidence = self.confidence(torch.cat((hidden, embedded), -1)).flatten()  # [n] logits
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        weights = (batch.supervised * position_weights(batch.supervised.shape[1], settings.gamma, hidden.device)).flatten()
         # The L1 is what the confidence learns, so it is computed even where the drafter itself learns from CE alone.
-        teacher = batch.teacher.flatten(0, 1)
-        terms = vocabulary_terms(hidden.flatten(0, 1), teacher, labels, head, 1, (markov, self.markov_bias.weight))
+        rows = Supervision.of(batch, head, settings, always_teacher=True)
+        bias = (markov, self.markov_bias.weight)
+        terms = vocabulary_terms(hidden.flatten(0, 1), rows.teacher, rows.labels, head, 1, bias)
         assert terms.l1 is not None
         accepted = 1 - terms.l1.detach() / 2
         bce = F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
-        l1 = terms.l1 if settings.alpha < 1 else None
-        distribution = mix(terms.ce, weights * (labels >= 0), l1, weights, settings.alpha)
-        correct = (terms.top[:, 0] == labels).view_as(batch.supervised)
-        return BlockLosses((*distribution, weigh(bce, weights, self.options.confidence_loss)), correct)
+        confidence_loss = weigh(bce, rows.fixed_weights, self.options.confidence_loss)
+        return BlockLosses((*rows.distribution(terms.ce, terms.l1), confidence_loss), rows.correct(terms.top[:, 0]))
 
     def runner(self, target: Target) -> DSparkRunner:
         return DSparkRunner(self, target)

@@ -8,6 +8,8 @@ Shapes: a anchors, B slots, M = B - 1, n = a * M rows, d hidden, r transfer rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -16,11 +18,12 @@ from torch.nn import functional as F
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch, check_num_candidates
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import BackboneRunner
+from dspine.drafters.supervision import Supervision
 from dspine.errors import UserError
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.injection import AdjacentInjection, rms, unit_code
 from dspine.modules.kv_cache import KVCache
-from dspine.modules.losses import DraftHead, LossTerm, candidate_terms, mix, position_weights, vocabulary_terms, weigh
+from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, candidate_terms, vocabulary_terms, weigh
 from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
 from dspine.modules.transfer_space import TransferSpace, build_transfer_space
 from dspine.targets.model import Target
@@ -29,16 +32,22 @@ CURRICULUM_LAYERS = 3  # the true-predecessor curriculum acts on layers 1-3, nev
 
 
 class DSpineOptions(Options):
-    """Transfer rank r, message width m, and the K candidates per slot of the transition cache."""
+    """Transfer rank r, message width m, and the K candidates per slot of the transition cache; then the switches that take
+    one idea out, to see what it is worth."""
 
     transfer_rank: int = Field(1024, ge=1)
     message_width: int = Field(512, ge=1)
     num_candidates: int = Field(16, ge=1)
+    inject_from: int = Field(1, ge=1, description="first layer, counted from 1, whose output is injected into")
+    refine: bool = Field(True, description="last-write refinement; without it slots are chosen apart from each other")
+    whitened: bool = Field(True, description="token codes of equal variance in every direction of the transfer space")
 
 
 class DSpine(BlockDrafter):
     Options = DSpineOptions
-    attentions = ("causal",)  # a slot must not depend on later ones, or the transition cache would not hold
+    # Block-causal attention makes a slot independent of the later ones, so that any smaller width may be drafted; both ways is
+    # for comparison, and always drafts the whole block.
+    attentions = ("causal", "bidirectional")
 
     def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None) -> None:
         super().__init__(config, draft_ids)
@@ -46,7 +55,11 @@ class DSpine(BlockDrafter):
         if options.transfer_rank > config.hidden_size:
             raise UserError(f"transfer_rank = {options.transfer_rank} exceeds hidden_size = {config.hidden_size}")
         check_num_candidates(options.num_candidates, config)
-        self.injection = AdjacentInjection(config.hidden_size, config.num_layers, options.transfer_rank, options.message_width)
+        if options.inject_from > config.num_layers:
+            raise UserError(f"inject_from = {options.inject_from}, but the drafter has only {config.num_layers} layers")
+        self.injection = AdjacentInjection(
+            config.hidden_size, config.num_layers, options.transfer_rank, options.message_width, options.inject_from - 1
+        )
         self._space: TransferSpace | None = None
 
     def initialise(self, target: Target) -> None:
@@ -56,7 +69,7 @@ class DSpine(BlockDrafter):
 
     def bind(self, target: Target) -> None:
         if self._space is None:
-            self._space = build_transfer_space(target.head_weight, self.options.transfer_rank)
+            self._space = build_transfer_space(target.head_weight, self.options.transfer_rank, self.options.whitened)
 
     @property
     def space(self) -> TransferSpace:
@@ -66,56 +79,76 @@ class DSpine(BlockDrafter):
     def block_losses(self, batch: TrainingBatch, target: Target, head: DraftHead, settings: LossSettings) -> BlockLosses:
         true_codes = self.space.codes[batch.tokens]  # [a, B, r]
         forced = (batch.draws < settings.forced_probability, true_codes[:, 1:-1]) if settings.forced_probability > 0 else None
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        label_codes = true_codes[:, 1:]
-        weights = batch.supervised * position_weights(batch.supervised.shape[1], settings.gamma, batch.tokens.device)
+        rows = Supervision.of(batch, head, settings)
         last = self.config.num_layers - 1
-        misalignment: list[Tensor] = []
+        supervise = LAYER_SUPERVISION[settings.layer_supervision]
+        layer_losses: list[Tensor] = []  # [n] each
         before_last: list[Tensor] = []
 
-        def inject(layer: int, u: Tensor) -> Tensor:
+        def after_layer(layer: int, u: Tensor) -> Tensor:
             if layer == last:
                 before_last.append(u[:, 1:])
             h = self.injection(layer, u, true_codes[:, 0], forced if layer < min(CURRICULUM_LAYERS, last) else None)
-            cosine = F.cosine_similarity(self.injection.readouts[layer](h[:, 1:]).float(), label_codes, dim=-1)
-            misalignment.append(1 - cosine)
+            if supervise is not None:
+                layer_losses.append(supervise(self, layer, h[:, 1:], true_codes[:, 1:], rows, head))
             return h
 
-        states = self.backbone(self.block_inputs(batch.tokens, target), batch.context, inject)
-        hidden = self.backbone.norm(states[:, 1:]).flatten(0, 1)
-        u = before_last[0]
-        refined = self.injection.write(last, u, self.injection.readout(last, u), true_codes[:, :-1].to(u.dtype))
-        refined = self.backbone.norm(refined).flatten(0, 1)
-        alignment = weigh(torch.stack(misalignment).sum(0), weights)
-        return self._losses(batch, head, settings, hidden, refined, labels, weights.flatten(), alignment)
+        states = self.backbone(self.block_inputs(batch.tokens, target), batch.context, after_layer)
+        hidden = self.backbone.norm(states[:, 1:]).flatten(0, 1)  # [n, d]
+        terms = vocabulary_terms(hidden, rows.teacher, rows.labels, head, self.options.num_candidates)
+        distribution, best = rows.distribution(terms.ce, terms.l1), terms.top[:, 0]
+        if self.options.refine:
+            u = before_last[0]
+            refined = self.injection.write(last, u, self.injection.readout(last, u), true_codes[:, :-1].to(u.dtype))
+            refined = self.backbone.norm(refined).flatten(0, 1)
+            conditioned, best = self._refined_loss(refined, terms, rows, head)
+            distribution = (*distribution, *conditioned)
+        alignment = weigh(torch.stack(layer_losses).sum(0), rows.fixed_weights) if layer_losses else None
+        return BlockLosses(distribution, rows.correct(best), alignment, settings.layer_supervision == "cosine")
 
-    def _losses(
-        self, batch: TrainingBatch, head: DraftHead, settings: LossSettings, hidden: Tensor, refined: Tensor, labels: Tensor,
-        weights: Tensor, alignment: LossTerm,
-    ) -> BlockLosses:  # fmt: skip
-        """Ordinary loss over the vocabulary plus refined loss over the candidates; hidden and refined are [n, d]."""
-        known = weights * (labels >= 0)
-        teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        terms = vocabulary_terms(hidden, teacher, labels, head, self.options.num_candidates)
+    def _refined_loss(
+        self, refined: Tensor, terms: VocabularyTerms, rows: Supervision, head: DraftHead
+    ) -> tuple[tuple[LossTerm, ...], Tensor]:
+        """The loss of refined states [n, d] over the ordinary output's candidates, and their best rows [n]."""
         candidates = terms.top
         embeddings = head.weight[candidates].to(refined.dtype)  # [n, k, d]
-        scores = head.cap(torch.einsum("nd,nkd->nk", refined, embeddings).float())
-        teacher_logits = (
-            None if teacher is None else head.cap(torch.einsum("nd,nkd->nk", teacher.to(refined.dtype), embeddings).float())
-        )
-        refined_terms = candidate_terms(scores, candidates, labels, teacher_logits, terms.teacher_lse)
-        ce_weights = known * refined_terms.ce_gate
-        l1_weights = None if refined_terms.l1_gate is None else weights * refined_terms.l1_gate
-        ordinary = mix(terms.ce, known, terms.l1, weights, settings.alpha)
-        over = known if settings.refined_shared_normaliser else None
-        conditioned = mix(refined_terms.ce, ce_weights, refined_terms.l1, l1_weights, settings.alpha, over)
-        best = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-        correct = (best == labels).view_as(batch.supervised)
-        return BlockLosses((*ordinary, *conditioned), correct, alignment)
+
+        def scores_of(states: Tensor) -> Tensor:
+            return head.cap(torch.einsum("nd,nkd->nk", states.to(refined.dtype), embeddings).float())
+
+        scores = scores_of(refined)
+        teacher_scores = None if rows.teacher is None else scores_of(rows.teacher)
+        on_candidates = candidate_terms(scores, candidates, rows.labels, teacher_scores, terms.teacher_lse)
+        over = rows.fixed_weights * rows.known if rows.settings.refined_shared_normaliser else None
+        loss = rows.distribution(
+            on_candidates.ce, on_candidates.l1, ce_gate=on_candidates.ce_gate, l1_gate=on_candidates.l1_gate,
+            overlap=on_candidates.overlap, over=over,
+        )  # fmt: skip
+        return loss, candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
     def runner(self, target: Target) -> DSpineRunner:
         self.bind(target)
         return DSpineRunner(self, target)
+
+
+def _embedding_cosine(
+    drafter: DSpine, layer: int, h: Tensor, label_codes: Tensor, rows: Supervision, head: DraftHead
+) -> Tensor:  # fmt: skip
+    """1 - cos(R_l h, C_y) of states h [a, M, d] as [n]: does the layer say its token in the transfer space?"""
+    return 1 - F.cosine_similarity(drafter.injection.readouts[layer](h).float(), label_codes, dim=-1).flatten()
+
+
+def _token_ce(drafter: DSpine, layer: int, h: Tensor, label_codes: Tensor, rows: Supervision, head: DraftHead) -> Tensor:
+    """Cross-entropy of the layer's states read by the final norm and the LM head, an L-th of it as [n]."""
+    hidden = drafter.backbone.norm(h).flatten(0, 1)
+    return vocabulary_terms(hidden, None, rows.labels, head, 1).ce / drafter.config.num_layers
+
+
+LAYER_SUPERVISION: dict[str, Callable[[DSpine, int, Tensor, Tensor, Supervision, DraftHead], Tensor] | None] = {
+    "cosine": _embedding_cosine,
+    "token_ce": _token_ce,
+    "none": None,
+}
 
 
 class DSpineRunner(BackboneRunner):
@@ -125,13 +158,13 @@ class DSpineRunner(BackboneRunner):
         super().__init__(drafter.backbone, target)
         dtype, device = target.dtype, target.device
         injection = drafter.injection
-        self._num_candidates = drafter.options.num_candidates
+        self.options = drafter.options
 
         def pack(linear: torch.nn.Module) -> PackedLinear:
             return PackedLinear(linear.get_parameter("weight").detach().to(device, dtype))
 
         self._readouts = [pack(module) for module in injection.readouts]
-        self._writes = [pack(module) for module in injection.writes]
+        self._writes = {injection.first_layer + i: pack(module) for i, module in enumerate(injection.writes)}
         self._receiver = PackedLinear(
             injection.receiver_gate.weight.detach().to(device, dtype), injection.receiver_gate.bias.detach().to(device, dtype)
         )
@@ -164,14 +197,17 @@ class DSpineRunner(BackboneRunner):
         Returns candidate head rows [b, M, k], the scores of slot 1's after the anchor [b, k], and T [b, M - 1, k, k]:
         T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots counted from 1).
         """
-        u, gate, states = self._block(anchors, cache, num_draft_tokens + 1)
+        parts = self._block(anchors, cache, self.block_width(num_draft_tokens))
+        u, gate, states = (part[:, :num_draft_tokens] for part in parts)
         hidden = self.final_norm(states)
         logits = self._draft_head.cap(self._head(hidden))
-        values, candidates = logits.topk(self._num_candidates, -1)  # [b, M, k]
+        values, candidates = logits.topk(self.options.num_candidates, -1)  # [b, M, k]
         first = values[:, 0]  # slot 1's predecessor was the anchor already
+        if not self.options.refine:
+            return candidates, first, values[:, 1:, None].expand(-1, -1, values.shape[-1], -1)
         # The K x K-free part: one refined state per (slot, predecessor candidate).
         sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
-        write = self._writes[-1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
+        write = self._writes[self.config.num_layers - 1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
         receivers = u[:, 1:, None]
         refined = self.final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
         embeddings = self._head_rows[candidates[:, 1:]]  # [b, M - 1, k, d]
@@ -185,6 +221,8 @@ class DSpineRunner(BackboneRunner):
         last = self.config.num_layers - 1
 
         def inject(layer: int, x: Tensor) -> Tensor:
+            if layer not in self._writes:
+                return x
             u = x[:, 1:]
             z = unit_code(self._readouts[layer](u))
             gate = self._receiver(z)

@@ -36,10 +36,11 @@ from dspine.drafters.backbone import BackboneParts, ContextBatch, DraftLayer
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.runner import FullVocabularyRunner
+from dspine.drafters.supervision import Supervision
 from dspine.errors import UserError
 from dspine.modules.decoder import DecoderSpec
 from dspine.modules.kv_cache import CacheIndex, KVCache
-from dspine.modules.losses import DraftHead, mix, vocabulary_terms
+from dspine.modules.losses import DraftHead, vocabulary_terms
 from dspine.targets.model import Target
 
 
@@ -127,13 +128,10 @@ class Eagle3(BlockDrafter):
     def block_losses(self, batch: TrainingBatch, target: Target, head: DraftHead, settings: LossSettings) -> BlockLosses:
         embedded, following = target.embed(batch.tokens[:, :-1]), target.embed(batch.context.next_tokens)
         hidden = self.backbone.norm(self.backbone(embedded, following, batch.context)).flatten(0, 1)  # [n, d]
-        labels = head.row_of(batch.tokens[:, 1:].reshape(-1))
-        steps = torch.arange(batch.supervised.shape[1], device=hidden.device)
-        weights = (batch.supervised * self.options.step_decay**steps).flatten()
-        teacher = batch.teacher.flatten(0, 1) if settings.alpha < 1 else None
-        terms = vocabulary_terms(hidden, teacher, labels, head, 1)
-        correct = (terms.top[:, 0] == labels).view_as(batch.supervised)
-        return BlockLosses(mix(terms.ce, weights * (labels >= 0), terms.l1, weights, settings.alpha), correct)
+        decay = self.options.step_decay ** torch.arange(batch.supervised.shape[1])
+        rows = Supervision.of(batch, head, settings, decay)
+        terms = vocabulary_terms(hidden, rows.teacher, rows.labels, head, 1)
+        return BlockLosses(rows.distribution(terms.ce, terms.l1), rows.correct(terms.top[:, 0]))
 
     def runner(self, target: Target) -> Eagle3Runner:
         return Eagle3Runner(self, target)

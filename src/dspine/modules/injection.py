@@ -28,12 +28,16 @@ def unit_code(x: Tensor) -> Tensor:
 
 
 class AdjacentInjection(nn.Module):
-    """The injection's parameters for all layers: 33.0 M at Qwen3-8B's d 4096, r 1024, m 512, 5 layers."""
+    """The injection's parameters for all layers: 33.0 M at Qwen3-8B's d 4096, r 1024, m 512, 5 layers.
 
-    def __init__(self, hidden_size: int, num_layers: int, rank: int, message_width: int) -> None:
+    Layers before `first_layer` (counted from 0) have a readout but no write: they pass unchanged.
+    """
+
+    def __init__(self, hidden_size: int, num_layers: int, rank: int, message_width: int, first_layer: int = 0) -> None:
         super().__init__()
+        self.first_layer = first_layer
         self.readouts = nn.ModuleList(nn.Linear(hidden_size, rank, bias=False) for _ in range(num_layers))
-        self.writes = nn.ModuleList(nn.Linear(message_width, hidden_size, bias=False) for _ in range(num_layers))
+        self.writes = nn.ModuleList(nn.Linear(message_width, hidden_size, bias=False) for _ in range(first_layer, num_layers))
         self.receiver_gate = nn.Linear(rank, message_width)  # Gq and b
         self.sender_gate = nn.Linear(rank, message_width, bias=False)  # Gp
         self.message = nn.Linear(rank, message_width, bias=False)  # A
@@ -41,8 +45,9 @@ class AdjacentInjection(nn.Module):
     @torch.no_grad()
     def initialise(self, basis: Tensor) -> None:
         """Start as the identity: W_l = Gp = 0, b = 0, and every R_l = P^T; `basis` is P [d, r]."""
-        for readout, write in zip(self.readouts, self.writes, strict=True):
+        for readout in self.readouts:
             readout.get_parameter("weight").copy_(basis.t())
+        for write in self.writes:
             nn.init.zeros_(write.get_parameter("weight"))
         nn.init.zeros_(self.sender_gate.weight)
         nn.init.zeros_(self.receiver_gate.bias)
@@ -54,7 +59,7 @@ class AdjacentInjection(nn.Module):
     def write(self, layer: int, u: Tensor, z: Tensor, z_previous: Tensor) -> Tensor:
         """h_t from u_t [..., d], its own readout z_t and its predecessor's code z_{t-1} [..., r] (broadcastable)."""
         gate = torch.sigmoid(self.receiver_gate(z) + self.sender_gate(z_previous))
-        return u + rms(u) * self.writes[layer](gate * self.message(z_previous))
+        return u + rms(u) * self.writes[layer - self.first_layer](gate * self.message(z_previous))
 
     def forward(self, layer: int, u: Tensor, anchor_code: Tensor, forced: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Inject after `layer`: u [..., B, d], anchor_code [..., r] -> h [..., B, d].
@@ -62,6 +67,8 @@ class AdjacentInjection(nn.Module):
         `forced` = (blocks, codes) is the true-predecessor curriculum: where `blocks` [...] is true, the predecessors of
         slots 2..M are the true tokens' `codes` [..., M - 1, r] instead of the neighbours' readouts.
         """
+        if layer < self.first_layer:
+            return u
         anchor, slots = u[..., :1, :], u[..., 1:, :]
         z = self.readout(layer, slots)
         neighbours = z[..., :-1, :]

@@ -114,12 +114,14 @@ def _terms(
 
 @dataclass(frozen=True)
 class CandidateTerms:
-    """Per row, on the k candidates only: `ce` and `l1` [n] with the gates [n] (0 or 1) that say where each counts."""
+    """Per row, on the k candidates only: `ce` and `l1` [n] with the gates [n] (0 or 1) that say where each counts, and
+    `overlap` [n] = sum min(p, q), p not renormalised: what the verifier keeps."""
 
     ce: Tensor
     ce_gate: Tensor
-    l1: Tensor | None
-    l1_gate: Tensor | None
+    l1: Tensor | None = None
+    l1_gate: Tensor | None = None
+    overlap: Tensor | None = None
 
 
 def candidate_terms(
@@ -135,15 +137,28 @@ def candidate_terms(
     ce = -(log_q.masked_fill(~hit, 0.0)).sum(-1)
     ce_gate = hit.any(-1).float()
     if teacher_logits is None or teacher_lse is None:
-        return CandidateTerms(ce, ce_gate, None, None)
-    mass = torch.exp(teacher_logits - teacher_lse[:, None]).sum(-1)
-    l1 = (log_q.exp() - teacher_logits.softmax(-1)).abs().sum(-1)
-    return CandidateTerms(ce, ce_gate, l1, (mass > CANDIDATE_MASS_FLOOR).float())
+        return CandidateTerms(ce, ce_gate)
+    q, p = log_q.exp(), torch.exp(teacher_logits - teacher_lse[:, None])
+    l1 = (q - teacher_logits.softmax(-1)).abs().sum(-1)
+    gate = (p.sum(-1) > CANDIDATE_MASS_FLOOR).float()
+    return CandidateTerms(ce, ce_gate, l1, gate, torch.minimum(p, q).sum(-1))
 
 
 def position_weights(num_draft_tokens: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
     """w_t = exp(-(t - 1) / gamma) as [M]."""
     return torch.exp(-torch.arange(num_draft_tokens, device=device).float() / gamma)
+
+
+def dpace_weights(confidence: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's position weights [a, M] from the probabilities [a, M] of the true tokens: with s = (1 - a) q + a,
+    w_j = sum_{m >= j} prod_{i <= m} s_i over the supervised prefix (arXiv 2605.18810, equations 7 and 8)."""
+    reached = ((1 - smoothing) * confidence + smoothing).cumprod(-1) * supervised
+    return reached.flip(-1).cumsum(-1).flip(-1) * supervised
+
+
+def expected_acceptance(overlap: Tensor, supervised: Tensor) -> Tensor:
+    """1 + sum_k prod_{j <= k} A_j of each block [a], A [a, M] the probabilities that a candidate is kept if all before it are."""
+    return 1 + (overlap.cumprod(-1) * supervised).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -166,13 +181,3 @@ class LossTerm:
 def weigh(values: Tensor, weights: Tensor, coefficient: float = 1.0, over: Tensor | None = None) -> LossTerm:
     """coefficient * sum w x / sum w; `over` are other weights to divide by (the older rule for the refined output)."""
     return LossTerm(coefficient, (values * weights).sum(), (weights if over is None else over).sum().detach())
-
-
-def mix(
-    ce: Tensor, ce_weights: Tensor, l1: Tensor | None, l1_weights: Tensor | None, alpha: float, over: Tensor | None = None
-) -> tuple[LossTerm, ...]:
-    """alpha CE + (1 - alpha) L1, each over its own weight (the gated rule of section 7), or everything over `over`."""
-    terms = (weigh(ce, ce_weights, alpha, over),)
-    if l1 is None or l1_weights is None:
-        return terms
-    return (*terms, weigh(l1, l1_weights, 1 - alpha, over))

@@ -58,10 +58,10 @@ def whitening(head: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return mu, vectors, values
 
 
-def build_transfer_space(head: Tensor, rank: int) -> TransferSpace:
-    """The transfer space of rank r of an LM head [v, d]."""
+def build_transfer_space(head: Tensor, rank: int, whitened: bool = True) -> TransferSpace:
+    """The transfer space of rank r of an LM head [v, d]; without whitening Lambda^{-1/2} is left out."""
     mu, basis, values = whitening(head, rank)
-    projection = basis * values.rsqrt()
+    projection = basis * values.rsqrt() if whitened else basis
     codes = torch.cat(
         [
             F.normalize((F.normalize(head[i : i + _CHUNK].float(), dim=-1) - mu) @ projection, dim=-1)

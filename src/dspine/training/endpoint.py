@@ -37,10 +37,14 @@ class RefusedError(UserError):
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer as text; `finished` says that it ended by itself, not at the token limit."""
+    """An answer as text; `finished` says that it ended by itself, not at the token limit.
+
+    `tokens` is the answer's length as the server's `usage` has it, None where it tells none.
+    """
 
     text: str
     finished: bool
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,31 +76,42 @@ class ChatEndpoint:
 
     def complete(self, user_text: str, *, temperature: float, max_tokens: int, seed: int | None = None) -> Completion:
         """Answer one user turn. Raises RefusedError for this prompt alone, UserError where going on makes no sense."""
+        messages = [{"role": "user", "content": user_text}]
+        return self.chat(messages, temperature=temperature, max_tokens=max_tokens, seed=seed)
+
+    def chat(
+        self, messages: list[dict[str, str]], *, temperature: float, max_tokens: int, seed: int | None = None, **more: Any
+    ) -> Completion:
+        """Answer a conversation, as `complete` does; `more` are fields of the request that not every server knows."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": user_text}],
+            "messages": messages,
             "temperature": temperature,
             "max_tokens": max_tokens,
+            **({} if seed is None else {"seed": seed}),
+            **more,
         }
-        if seed is not None:
-            body["seed"] = seed
+        return _completion(self.post(self.completions_url, body), self.completions_url)
+
+    def post(self, url: str, body: dict[str, Any]) -> bytes:
+        """The reply to one JSON request, tried again where that helps. Raises as `complete` does."""
         wait_s = FIRST_WAIT_S
         for attempt in range(self.retries + 1):
             try:
-                return _completion(self._post(body), self.completions_url)
+                return self._post(url, body)
             except _TryAgainError as error:
                 if attempt == self.retries:
-                    failed = f"{self.completions_url} failed {attempt + 1} times ({error.reason})"
+                    failed = f"{url} failed {attempt + 1} times ({error.reason})"
                     raise UserError(f"{failed}; check the server, then run the same command again") from error
                 self.sleep(min(error.wait_s or wait_s, LONGEST_WAIT_S))
                 wait_s *= 2
         raise AssertionError("the loop returns or raises")
 
-    def _post(self, body: dict[str, Any]) -> bytes:
+    def _post(self, url: str, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.completions_url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
                 return bytes(reply.read())
@@ -105,9 +120,9 @@ class ChatEndpoint:
             if error.code in PASSING or error.code >= 500:
                 raise _TryAgainError(reason, _retry_after(error)) from error
             if error.code in REFUSALS:
-                raise RefusedError(f"{self.completions_url} refused a prompt ({reason})") from error
+                raise RefusedError(f"{url} refused a prompt ({reason})") from error
             raise UserError(
-                f"{self.completions_url} refused the request ({reason}); check --endpoint, --model and OPENAI_API_KEY"
+                f"{url} refused the request ({reason}); check --endpoint, --model and OPENAI_API_KEY"
             ) from error
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             raise _TryAgainError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
@@ -138,13 +153,15 @@ def _retry_after(error: urllib.error.HTTPError) -> float:
 
 def _completion(data: bytes, url: str) -> Completion:
     try:
-        choice = json.loads(data)["choices"][0]
+        reply = json.loads(data)
+        choice = reply["choices"][0]
         text, reason = choice["message"]["content"], choice["finish_reason"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"{url} does not answer like an OpenAI chat endpoint ({data[:80]!r}); check --endpoint") from error
     if not isinstance(text, str) or reason not in ("stop", "length"):
         raise RefusedError(f"{url} gave no text for a prompt (finish_reason {reason!r})")
-    return Completion(text, reason == "stop")
+    usage = reply.get("usage") or {}
+    return Completion(text, reason == "stop", usage.get("completion_tokens"))
 
 
 def in_threads(

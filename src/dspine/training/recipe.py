@@ -46,6 +46,16 @@ class LossSection(Section):
     curriculum_hold: float = Field(1 / 6, ge=0, le=1)
     curriculum_end: float = Field(1 / 3, ge=0, le=1)
     refined_shared_normaliser: bool = False
+    layer_supervision: Literal["cosine", "token_ce", "none"] = Field(
+        "cosine", description="what beta weighs: the layers' angle to the token code, their own cross-entropy, or nothing"
+    )
+    distance: Literal["l1", "acceptance"] = Field(
+        "l1", description="what 1 - alpha weighs; acceptance: minus the expected acceptance length itself"
+    )
+    position_weights: Literal["fixed", "dpace"] = Field(
+        "fixed", description="fixed: exp(-(t - 1) / gamma); dpace: D-PACE, by what each position is worth to the drafter so far"
+    )
+    dpace_smoothing: float = Field(0.5, gt=0, le=1)
 
 
 class OptimiserSection(Section):

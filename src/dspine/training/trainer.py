@@ -163,6 +163,10 @@ class Trainer:
                 step, self.total_steps, loss.curriculum_start, loss.curriculum_hold, loss.curriculum_end
             ),
             refined_shared_normaliser=loss.refined_shared_normaliser,
+            layer_supervision=loss.layer_supervision,
+            distance=loss.distance,
+            position_weights=loss.position_weights,
+            dpace_smoothing=loss.dpace_smoothing,
             progress=step / self.total_steps,
         )
 
