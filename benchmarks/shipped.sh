@@ -24,9 +24,9 @@ keep() { # keep NAME COMMAND...: the command's last line of output becomes RESUL
 for part in $parts; do
     case $part in
     speed)
-        keep speed-gsm8k-dspine $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160
-        keep speed-gsm8k-dflash $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 6 --max-new-tokens 160 --drafter dflash
-        keep speed-gsm8k-reference $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 4 --max-new-tokens 160 --reference
+        keep speed-gsm8k-dspine $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160
+        keep speed-gsm8k-dflash $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 6 --max-new-tokens 160 --drafter dflash
+        keep speed-gsm8k-reference $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 4 --max-new-tokens 160 --reference
         ;;
     acceptance)
         for benchmark in gsm8k humaneval mt-bench; do
@@ -42,7 +42,7 @@ for part in $parts; do
         done
         ;;
     batch)
-        keep batch-32 $dspine bench --prompts "$prompts/gsm8k.jsonl" --limit 32 --batch 32 --max-new-tokens 160
+        keep batch-32 $dspine bench batch --prompts "$prompts/gsm8k.jsonl" --rows 32 --max-new-tokens 160
         ;;
     *)
         echo "unknown part: $part (speed, acceptance, batch)" >&2

@@ -31,7 +31,7 @@ def test_the_readme_shows_commands() -> None:
 def test_a_command_of_the_readme_has_the_options_shown(line: str) -> None:
     words = re.sub(r'"[^"]*"', "text", line).split()[1:]
     names = [word for word in words if re.fullmatch(r"[a-z]+", word)]
-    command = names[: 2 if names and names[0] in {"data", "eval"} else 1]
+    command = names[: 2 if names and names[0] in {"bench", "data", "eval"} else 1]
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
     for option in re.findall(r"--[a-z-]+", line):

@@ -13,7 +13,7 @@ from dspine.commands import main as main_module
 from dspine.commands.main import run
 from dspine.errors import UserError
 
-COMMANDS = ("generate", "bench", "eval acceptance", "data", "train", "info", "drafters")
+COMMANDS = ("generate", "bench speed", "bench batch", "eval acceptance", "data", "train", "info", "drafters")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
@@ -34,7 +34,7 @@ def test_help_teaches_with_examples(command: str, cli) -> None:  # type: ignore[
     assert "Example" in outcome.out or command == "data"
 
 
-@pytest.mark.parametrize("command", [[], ["eval"]])
+@pytest.mark.parametrize("command", [[], ["bench"], ["eval"]])
 def test_a_group_alone_shows_its_help(command: list[str], cli) -> None:  # type: ignore[no-untyped-def]
     outcome = cli(*command)
     assert "Usage:" in outcome.out
@@ -55,7 +55,7 @@ def test_the_command_line_starts_without_torch() -> None:
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["generate", "--top-k", "many"], "Invalid value for '--top-k'"),
-        (["bench"], "Missing option '--prompts'"),
+        (["bench", "speed"], "Missing option '--prompts'"),
         (["generate", "--no-such-option"], "No such option: --no-such-option"),
     ],
 )

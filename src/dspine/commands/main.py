@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from dspine import __version__
-from dspine.commands import evaluate, study
-from dspine.commands.bench import bench
+from dspine.commands import bench, evaluate, study
 from dspine.commands.compare import compare
 from dspine.commands.console import note, print_error, show_help_without_command
 from dspine.commands.data import app as data_app
@@ -61,7 +60,7 @@ def root(
 
 
 app.command()(generate)
-app.command()(bench)
+app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(study.app, name="study")
 app.add_typer(data_app, name="data")

@@ -14,6 +14,7 @@ from dspine.errors import UserError
 
 if TYPE_CHECKING:
     from dspine.api import LLM
+    from dspine.evaluation.benchmarks import Benchmark
 
 DEFAULT_TARGET = "smollm2-135m"
 
@@ -41,6 +42,7 @@ MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help=
 ChatOption = Annotated[
     bool, typer.Option(help="Prompts are user turns in the model's chat template, or plain text to go on with.")
 ]
+RepeatsOption = Annotated[int, typer.Option("--repeats", "-r", help="Time everything N times.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", "-T", help="0 = greedy, the most likely token each time.")]
 TopKOption = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0 = off.")]
 TopPOption = Annotated[float, typer.Option(help="Sample among the likeliest tokens that make up this probability; 1 = off.")]
@@ -106,3 +108,13 @@ def load_llm(
     if found is None and drafter == "auto":
         note(f"no drafter ships for {target}: decoding without one (train your own with `dspine train`)")
     return llm
+
+
+def encode_prompts(benchmark: Benchmark, llm: LLM, *, chat: bool, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of a benchmark's first turns; those that leave no room for an answer are left out, and that is said."""
+    from dspine.evaluation.benchmarks import first_turns
+
+    prompts, skipped = first_turns(benchmark, llm.target, chat=chat, max_new_tokens=max_new_tokens)
+    if skipped:
+        note(f"skipped {skipped} prompts that leave no room for {max_new_tokens} new tokens in the context")
+    return prompts

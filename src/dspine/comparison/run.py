@@ -3,7 +3,7 @@
 OUTPUT/plan.json                     what is compared; another plan is refused
 OUTPUT/rows/NAME/training            as `dspine train` leaves it
 OUTPUT/rows/NAME/BENCHMARK-T0.json   acceptance, as `dspine eval acceptance` writes it
-OUTPUT/rows/NAME/speed.json          tok/s and the parts of a round, as `dspine bench` prints them
+OUTPUT/rows/NAME/speed.json          tok/s and the parts of a round, as `dspine bench speed` prints them
 """
 
 from __future__ import annotations
