@@ -44,6 +44,7 @@ from dspine.modules.decoder import Around
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, candidate_terms, vocabulary_terms, weigh
 from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
+from dspine.stages import stage
 from dspine.targets.model import Target
 
 
@@ -191,12 +192,14 @@ class DFlash2Runner(BackboneRunner):
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
         ids, first, transitions = self.transition_cache(anchors, cache, num_draft_tokens)
-        index, q = walk_transitions(first, transitions, temperatures, uniforms)
+        with stage("selection"):
+            index, q = walk_transitions(first, transitions, temperatures, uniforms)
+            tokens = ids.gather(2, index[..., None])[..., 0]
 
         def confidence() -> Tensor:
             return top_probability(chosen_scores(first, transitions, index))
 
-        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q, confidence)
+        return Draft(tokens, None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """One block forward and the scores of all neighbour pairs.
@@ -206,10 +209,12 @@ class DFlash2Runner(BackboneRunner):
         """
         states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))
         hidden = self.final_norm(states[:, 1 : num_draft_tokens + 1])
-        logits, rows = self._draft_head.cap(self._head(hidden)).topk(self._num_candidates, -1)  # [b, m, k]
-        ids = self._draft_head.token_of(rows)
-        # Slot 1's only predecessor stands in all k places: one slot's worth of waste instead of a second set of calls.
-        predecessors = torch.cat((anchors[:, None, None].expand_as(ids[:, :1]), ids[:, :-1]), 1)
-        queries = self._predecessors[predecessors] * self._states(hidden)[:, :, None]  # [b, m, k, r]
-        scores = logits[:, :, None] + torch.matmul(queries, self._candidates[rows].transpose(-1, -2))  # [b, m, k, k]
+        with stage("head"):
+            logits, rows = self._draft_head.cap(self._head(hidden)).topk(self._num_candidates, -1)  # [b, m, k]
+            ids = self._draft_head.token_of(rows)
+        with stage("transition_cache"):
+            # Slot 1's only predecessor stands in all k places: one slot's worth of waste instead of a second set of calls.
+            predecessors = torch.cat((anchors[:, None, None].expand_as(ids[:, :1]), ids[:, :-1]), 1)
+            queries = self._predecessors[predecessors] * self._states(hidden)[:, :, None]  # [b, m, k, r]
+            scores = logits[:, :, None] + torch.matmul(queries, self._candidates[rows].transpose(-1, -2))  # [b, m, k, k]
         return ids, scores[:, 0, 0], scores[:, 1:]

@@ -33,6 +33,7 @@ from dspine.drafters.supervision import Supervision
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, vocabulary_terms
+from dspine.stages import stage
 from dspine.targets.model import Target
 
 
@@ -136,15 +137,18 @@ class DominoRunner(FullVocabularyRunner):
     ) -> Draft:
         states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, :num_draft_tokens]
         hidden = self.final_norm(states).transpose(0, 1).contiguous()  # [m, b, d]: the walk takes slot after slot
-        base, from_hidden = self.base_logits(hidden), self._from_hidden(hidden)
+        base = self.base_logits(hidden)
+        with stage("head"):
+            from_hidden = self._from_hidden(hidden)
         state = hidden.new_zeros(anchors.shape[0], self._gru_width)
         gates = hidden.new_zeros(anchors.shape[0], 3 * self._gru_width)
 
         def next_logits(t: int, chosen: Tensor) -> Tensor:
             nonlocal state, gates
-            state = gru_step(self._input_gates(self.target.embed(chosen)), gates, state)
-            said = self._from_state(state)
-            gates, from_state = said[:, : 3 * self._gru_width], said[:, 3 * self._gru_width :]
-            return self._out(F.silu(from_hidden[t] + from_state), add=base[t]) if t else base[t]
+            with stage("head"):
+                state = gru_step(self._input_gates(self.target.embed(chosen)), gates, state)
+                said = self._from_state(state)
+                gates, from_state = said[:, : 3 * self._gru_width], said[:, 3 * self._gru_width :]
+                return self._out(F.silu(from_hidden[t] + from_state), add=base[t]) if t else base[t]
 
         return self.walk(next_logits, anchors, num_draft_tokens, temperatures, uniforms)

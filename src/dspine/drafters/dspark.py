@@ -32,6 +32,7 @@ from dspine.drafters.supervision import Supervision
 from dspine.kernels.linear import PackedLinear
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, vocabulary_terms, weigh
+from dspine.stages import stage
 from dspine.targets.model import Target
 
 Markov = Literal["vanilla", "gated", "recurrent"]
@@ -138,15 +139,18 @@ class DSparkRunner(FullVocabularyRunner):
         """As every runner's; the confidence is the head's, given the chosen predecessors."""
         states = self.block_states(anchors, cache, self.block_width(num_draft_tokens))[:, :num_draft_tokens]
         hidden = self.final_norm(states).transpose(0, 1).contiguous()  # [m, b, d]: the walk takes slot after slot
-        base, gates = self.base_logits(hidden), self._markov.gates(hidden)
+        base = self.base_logits(hidden)
+        with stage("head"):
+            gates = self._markov.gates(hidden)
         state: Tensor | None = None
         embedded: list[Tensor] = []
 
         def next_logits(t: int, chosen: Tensor) -> Tensor:
             nonlocal state
-            embedded.append(self._markov.embedding(chosen))
-            state = self._markov.step(embedded[-1], None if gates is None else gates[t], state)
-            return self._bias(state, add=base[t])
+            with stage("head"):
+                embedded.append(self._markov.embedding(chosen))
+                state = self._markov.step(embedded[-1], None if gates is None else gates[t], state)
+                return self._bias(state, add=base[t])
 
         def confidence() -> Tensor:
             logits = self._confidence(torch.cat((hidden, torch.stack(embedded)), -1))[..., 0]  # [m, b]

@@ -26,6 +26,7 @@ from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, candidate_terms, vocabulary_terms, weigh
 from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
 from dspine.modules.transfer_space import TransferSpace, build_transfer_space
+from dspine.stages import stage
 from dspine.targets.model import Target
 
 CURRICULUM_LAYERS = 3  # the true-predecessor curriculum acts on layers 1-3, never on the last: its output is what drafting reads
@@ -183,13 +184,15 @@ class DSpineRunner(BackboneRunner):
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
     ) -> Draft:
         candidates, first, transitions = self.transition_cache(anchors, cache, num_draft_tokens)
-        index, q = walk_transitions(first, transitions, temperatures, uniforms)
-        ids = self._draft_head.token_of(candidates)  # [b, M, k]
+        with stage("selection"):
+            index, q = walk_transitions(first, transitions, temperatures, uniforms)
+            ids = self._draft_head.token_of(candidates)  # [b, M, k]
+            tokens = ids.gather(2, index[..., None])[..., 0]
 
         def confidence() -> Tensor:
             return top_probability(chosen_scores(first, transitions, index))
 
-        return Draft(ids.gather(2, index[..., None])[..., 0], None if q is None else ids, q, confidence)
+        return Draft(tokens, None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """One block forward and all its neighbour pairs.
@@ -200,40 +203,44 @@ class DSpineRunner(BackboneRunner):
         parts = self._block(anchors, cache, self.block_width(num_draft_tokens))
         u, gate, states = (part[:, :num_draft_tokens] for part in parts)
         hidden = self.final_norm(states)
-        logits = self._draft_head.cap(self._head(hidden))
-        values, candidates = logits.topk(self.options.num_candidates, -1)  # [b, M, k]
+        with stage("head"):
+            logits = self._draft_head.cap(self._head(hidden))
+            values, candidates = logits.topk(self.options.num_candidates, -1)  # [b, M, k]
         first = values[:, 0]  # slot 1's predecessor was the anchor already
         if not self.options.refine:
             return candidates, first, values[:, 1:, None].expand(-1, -1, values.shape[-1], -1)
-        # The K x K-free part: one refined state per (slot, predecessor candidate).
-        sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
-        write = self._writes[self.config.num_layers - 1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
-        receivers = u[:, 1:, None]
-        refined = self.final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
-        embeddings = self._head_rows[candidates[:, 1:]]  # [b, M - 1, k, d]
-        transitions = self._draft_head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
+        with stage("transition_cache"):
+            # The K x K-free part: one refined state per (slot, predecessor candidate).
+            sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
+            write = self._writes[self.config.num_layers - 1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
+            receivers = u[:, 1:, None]
+            refined = self.final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
+            embeddings = self._head_rows[candidates[:, 1:]]  # [b, M - 1, k, d]
+            transitions = self._draft_head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
         return candidates, first, transitions
 
     def _block(self, anchors: Tensor, cache: KVCache, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """u_L and Gq z_L + b before the last injection, and the states after it, all [b, M, .]."""
-        anchor_sent = self._sender(self._codes[anchors])[:, None]  # [b, 1, 2m]
+        with stage("injection"):
+            anchor_sent = self._sender(self._codes[anchors])[:, None]  # [b, 1, 2m]
         kept: list[Tensor] = []
         last = self.config.num_layers - 1
 
         def inject(layer: int, x: Tensor) -> Tensor:
             if layer not in self._writes:
                 return x
-            u = x[:, 1:]
-            z = unit_code(self._readouts[layer](u))
-            gate = self._receiver(z)
-            sent = torch.cat((anchor_sent, self._sender(z[:, :-1])), 1)
-            sent_gate, message = sent.chunk(2, -1)
-            write = self._writes[layer](torch.sigmoid(gate + sent_gate) * message)
-            h = torch.addcmul(u, rms(u), write)
-            if layer == last:
-                kept.extend((u, gate))
-                return h
-            return torch.cat((x[:, :1], h), 1)
+            with stage("injection"):
+                u = x[:, 1:]
+                z = unit_code(self._readouts[layer](u))
+                gate = self._receiver(z)
+                sent = torch.cat((anchor_sent, self._sender(z[:, :-1])), 1)
+                sent_gate, message = sent.chunk(2, -1)
+                write = self._writes[layer](torch.sigmoid(gate + sent_gate) * message)
+                h = torch.addcmul(u, rms(u), write)
+                if layer == last:
+                    kept.extend((u, gate))
+                    return h
+                return torch.cat((x[:, :1], h), 1)
 
         states = self.block_states(anchors, cache, width, inject)
         return kept[0], kept[1], states
