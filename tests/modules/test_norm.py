@@ -19,6 +19,8 @@ def test_it_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float
     kept = x.clone()
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
     assert torch.equal(x, kept)
+    plain = torch.nn.functional.rms_norm(x, shape[-1:], None, 1e-5)
+    torch.testing.assert_close(rms_norm(x, None, 1e-5), plain)
 
 
 def test_zeros_stay_zeros_and_strides_do_not_matter() -> None:

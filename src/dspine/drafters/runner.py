@@ -96,7 +96,7 @@ class BackboneRunner:
     def final_norm(self, x: Tensor) -> Tensor:
         return self.norm(x, self._norm)
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
 

@@ -58,12 +58,12 @@ class DecoderSpec:
 
 @dataclass(kw_only=True)
 class LayerWeights:
-    """One decoder layer. Norm weights already include Gemma's "+ 1"."""
+    """One decoder layer. Norm weights already include Gemma's "+ 1"; None: folded into the products that follow."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: PackedLinear
     output: PackedLinear
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: GatedLinear
     down: PackedLinear
     q_norm: Tensor | None = None
@@ -87,6 +87,17 @@ def pack_qkv(
     return PackedLinear(qkv_weight(q, k, v, spec, rope), None if biases is None else qkv_weight(*biases, spec, rope))
 
 
+def fold_norm(norm: Tensor, *weights: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """A norm's weight [d] moved into the weights [out, d] that read its output, W (w x) = (W w) x: a call less in a step.
+
+    In fp32 only; the product of two 16-bit roundings would be a third one.
+    """
+    plain = tuple(weight.detach() for weight in weights)
+    if norm.dtype != torch.float32:
+        return norm, plain
+    return None, tuple(weight * norm for weight in plain)
+
+
 def permute_head_norm(weight: Tensor | None, rope: Rope) -> Tensor | None:
     """A q/k norm weight [head_dim] in the head layout that `rope` wants."""
     return weight if weight is None or not rope.interleaved else weight[interleave_halves(weight.shape[0])]
@@ -104,8 +115,8 @@ class DecoderStack:
         self.spec, self.rope, self.layers = spec, rope, layers
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        norm = self.layers[0].input_norm
-        return KVCache(len(self.layers), rows, self.spec.num_kv_heads, self.spec.head_dim, capacity, norm.device, norm.dtype)
+        device, dtype = self.rope.inv_freq.device, self.rope.dtype
+        return KVCache(len(self.layers), rows, self.spec.num_kv_heads, self.spec.head_dim, capacity, device, dtype)
 
     def run(self, x: Tensor, cache: KVCache, after_layer: AfterLayer | None = None) -> Tensor:
         """x [b, n, d] -> the last layer's output [b, n, d], its keys and values stored past the rows' lengths (which
@@ -197,5 +208,5 @@ class DecoderStack:
         y = y if after is None else after(y)
         return y if post_norm is None else self._norm(y, post_norm)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps)

@@ -37,7 +37,7 @@ class KVCache:
         grown = max(capacity, self.capacity + self.capacity // 2)
         for i, old in enumerate(self.data):
             new = old.new_zeros(old.shape[0], old.shape[1], grown, old.shape[3])
-            new[:, :, : self.capacity] = old
+            new[:, :, : self.capacity] = old[:, :, : self.capacity]  # a growth that ran out of memory leaves some larger
             self.data[i] = new
         self.capacity = grown
 
@@ -64,8 +64,8 @@ class KVCache:
             data[: index.rows, :, start : start + index.width] = kv.transpose(1, 2)
         else:
             data[index.row_ids, :, index.positions] = kv
-        view = data[: index.rows, :, : index.visible]
-        return view[:, : self.kv_heads], view[:, self.kv_heads :]
+        keys, values = data[: index.rows, :, : index.visible].split(self.kv_heads, 1)
+        return keys, values
 
     @torch.inference_mode()  # `reserve` may have run inside a forward, which leaves inference tensors here
     def move_row(self, source: int, destination: int) -> None:
