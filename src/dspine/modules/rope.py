@@ -40,7 +40,7 @@ class Rope:
     def apply_(self, x: Tensor, factors: Tensor) -> None:
         """Rotate x [b, n, heads, head_dim] in place (interleaved layout in fp32, halves otherwise)."""
         if self.interleaved:
-            torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(factors)
+            x.view(torch.complex64).mul_(factors)  # neighbours in memory are real and imaginary part
             return
         cos, sin = factors.unbind(-2)
         first, second = x.chunk(2, -1)
