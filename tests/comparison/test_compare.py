@@ -17,7 +17,7 @@ from dspine.comparison import run as run_module
 from dspine.comparison.figures import draw_figures
 from dspine.comparison.plan import Plan, load_plan, row_recipes
 from dspine.comparison.run import checkpoint_of, run_comparison
-from dspine.comparison.table import gains, markdown, read_lines, write_tables
+from dspine.comparison.table import against_reference, gains, markdown, read_lines, write_tables
 from dspine.errors import UserError
 from dspine.targets.model import Target
 from dspine.training.chat import ChatFormat
@@ -103,6 +103,12 @@ def test_a_comparison_from_start_to_table(workshop: Path, tmp_path: Path, monkey
     assert table["gains"][0] == {"benchmark": "first", "temperature": 0.0, "gain": dspine / dflash - 1, "rival": "dflash"}
     assert gains(ours, lines)["first", 0.0] == (dspine / dflash - 1, "dflash")
     assert (output / "table.md").read_text() == markdown(ours, lines)
+    differences = against_reference(ours, lines)
+    assert differences["dspine", 0.0] == differences["dspine", 1.0] == 0
+    sums = [sum(line.results[name, 0.0].acceptance_length for name in ("first", "second")) for line in (lines[0], lines[1])]
+    assert differences["dflash", 0.0] == pytest.approx(sums[0] / sums[1] - 1)
+    curve = (output / "rows" / "dspine" / "training" / "curve.jsonl").read_text().splitlines()
+    assert lines[1].held_out == pytest.approx(json.loads(curve[-1])["acceptance_length"], abs=1e-3)
     for file in draw_figures(ours, lines, output):
         assert file.read_text().startswith("<?xml")
     with pytest.raises(UserError, match="holds a comparison with other decode; choose another folder"):
@@ -170,7 +176,7 @@ def test_a_folder_of_something_else_is_refused(workshop: Path, tmp_path: Path) -
 
 
 def test_built_in_plans_are_comparable() -> None:
-    for name in ("six-drafters",):
+    for name in ("six-drafters", "ablations"):
         assert row_recipes(load_plan(name))
     with pytest.raises(UserError, match="no comparison 'nine'; give a YAML file or one of: "):
         load_plan("nine")

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ class Line:
     name: str
     drafter: str
     parameters: int
+    held_out: float  # teacher-forced acceptance length at the end of training
     results: dict[tuple[str, float], Result] = field(default_factory=dict)
     speed: dict[str, Any] = field(default_factory=dict)
 
@@ -47,7 +50,7 @@ def read_lines(plan: Plan, output: Path) -> list[Line]:
             continue
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         folder = output / "rows" / name
-        line = Line(name, config["drafter"], sum(parameters_by_part(checkpoint)[0].values()))
+        line = Line(name, config["drafter"], sum(parameters_by_part(checkpoint)[0].values()), _held_out(config))
         for benchmark, temperature in plan.measured:
             file = result_file(folder, benchmark, temperature)
             if file.is_file():
@@ -60,6 +63,24 @@ def read_lines(plan: Plan, output: Path) -> list[Line]:
             line.speed.update(json.loads(speed.read_text(encoding="utf-8")))
         lines.append(line)
     return lines
+
+
+def _held_out(config: dict[str, Any]) -> float:
+    """The held-out acceptance length that the checkpoint's slot accuracies multiply up to."""
+    return 1 + sum(accumulate(config["expected_acceptance"], mul))
+
+
+def against_reference(plan: Plan, lines: list[Line]) -> dict[tuple[str, float], float]:
+    """{(row, T): by how much the row's tau differs from the reference's, the mean of both rows' common benchmarks}."""
+    reference = next((line for line in lines if line.name == plan.reference), None)
+    found: dict[tuple[str, float], float] = {}
+    for line in lines:
+        for t in plan.decode.temperatures:
+            common = [key for key in line.results if reference and key in reference.results and key[1] == t]
+            if reference and common:
+                ours, theirs = (sum(of.results[key].acceptance_length for key in common) for of in (line, reference))
+                found[line.name, t] = ours / theirs - 1
+    return found
 
 
 def gains(plan: Plan, lines: list[Line]) -> dict[tuple[str, float], tuple[float, str]]:
@@ -83,13 +104,13 @@ def _rival(line: Line, reference: Line, key: tuple[str, float]) -> bool:
 def columns(plan: Plan, lines: list[Line]) -> tuple[list[str], list[list[Cell]]]:
     """Heads and cells of the table; a result not there yet is None."""
     keys = plan.measured
-    heads = ["row", "drafter", "parameters (M)"]
+    heads = ["row", "drafter", "parameters (M)", "held-out"]
     for benchmark, t in keys:
         heads += [f"{benchmark} T={t:g}", f"{benchmark} T={t:g} low", f"{benchmark} T={t:g} high"]
     heads += ["tok/s", "speedup", "draft share", "verify share", "round (ms)"]
     body: list[list[Cell]] = []
     for line in lines:
-        cells: list[Cell] = [line.name, line.drafter, round(line.parameters / 1e6, 2)]
+        cells: list[Cell] = [line.name, line.drafter, round(line.parameters / 1e6, 2), line.held_out]
         for key in keys:
             result = line.results.get(key)
             cells += [None] * 3 if result is None else [result.acceptance_length, result.low, result.high]
@@ -102,10 +123,12 @@ def markdown(plan: Plan, lines: list[Line]) -> str:
     """The table for reading: tau with its interval in one cell, the strongest of each column in bold, the gain below."""
     keys = plan.measured
     best = {key: max((line.results[key].acceptance_length for line in lines if key in line.results), default=0.0) for key in keys}
-    heads = ["row", "drafter", "M", *(f"{benchmark} T={t:g}" for benchmark, t in keys), "tok/s", "draft", "verify"]
+    differences = against_reference(plan, lines)
+    compared = [f"vs {plan.reference} T={t:g}" for t in plan.decode.temperatures]
+    heads = ["row", "drafter", "M", "held-out", *(f"{b} T={t:g}" for b, t in keys), *compared, "tok/s", "draft", "verify"]
     out = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]
     for line in lines:
-        cells = [line.name, line.drafter, f"{line.parameters / 1e6:.1f}"]
+        cells = [line.name, line.drafter, f"{line.parameters / 1e6:.1f}", f"{line.held_out:.2f}"]
         for key in keys:
             result = line.results.get(key)
             if result is None:
@@ -114,6 +137,8 @@ def markdown(plan: Plan, lines: list[Line]) -> str:
             tau = f"{result.acceptance_length:.2f}"
             tau = f"**{tau}**" if result.acceptance_length == best[key] else tau
             cells.append(f"{tau} ({result.low:.2f}-{result.high:.2f})")
+        shown = (differences.get((line.name, t)) for t in plan.decode.temperatures)
+        cells += ["" if difference is None else f"{difference:+.1%}" for difference in shown]
         speed = line.speed
         cells += (
             [f"{speed['spec_tok_per_s']:.0f}", f"{speed['draft_share']:.0%}", f"{speed['verify_share']:.0%}"]
