@@ -19,6 +19,8 @@ from dspine.commands.console import note, print_error, show_help_without_command
 from dspine.commands.data import app as data_app
 from dspine.commands.generate import generate
 from dspine.commands.info import drafters, info
+from dspine.commands.report import report
+from dspine.commands.serve import serve
 from dspine.commands.train import train
 from dspine.errors import UserError
 
@@ -60,12 +62,14 @@ def root(
 
 
 app.command()(generate)
+app.command()(serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(study.app, name="study")
 app.add_typer(data_app, name="data")
 app.command()(train)
 app.command()(compare)
+app.command()(report)
 app.command()(info)
 app.command()(drafters)
 
