@@ -90,6 +90,15 @@ def test_request_and_answer(serve: Any) -> None:
     assert (server.requests[1]["temperature"], server.requests[1]["max_tokens"], server.requests[1]["seed"]) == (0.7, 9, 5)
 
 
+def test_a_conversation_with_fields_of_its_own_and_the_servers_token_count(serve: Any) -> None:
+    body = {"choices": [{"message": {"content": "Hi"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    server = serve((200, json.dumps(body).encode(), {}))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answer = endpoint(server).chat(turns, temperature=0.0, max_tokens=8, chat_template_kwargs={"enable_thinking": False})
+    assert answer == Completion("Hi", finished=True, tokens=3)
+    assert (server.requests[0]["messages"], server.requests[0]["chat_template_kwargs"]) == (turns, {"enable_thinking": False})
+
+
 def test_no_key_no_header(serve: Any) -> None:
     server = serve(reply())
     ask(endpoint(server))

@@ -9,11 +9,10 @@ engine here, a server in `evaluation.served`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams
@@ -23,8 +22,8 @@ from dspine.evaluation.benchmarks import Benchmark
 from dspine.evaluation.conversations import Conversation, conversations_of, decode_conversations
 from dspine.evaluation.intervals import RESAMPLES, ratio_interval
 from dspine.evaluation.machine import machine_facts
+from dspine.evaluation.resume import RunReport, resumed
 from dspine.evaluation.settings import RunSettings, engine_settings
-from dspine.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class ConversationResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceReport(RunSettings):
+class AcceptanceReport(RunReport):
     """tau and acceptance by draft position over all rounds (see decoding.stats for the definitions)."""
 
     skipped_turns: int
@@ -74,14 +73,6 @@ class AcceptanceReport(RunSettings):
     conditional_acceptance: tuple[float, ...]
     conversations: tuple[ConversationResult, ...]
     machine: dict[str, str | int]
-
-    def summary(self) -> dict[str, Any]:
-        """Everything but the single conversations."""
-        return {key: value for key, value in asdict(self).items() if key != "conversations"}
-
-    def write(self, file: Path) -> None:
-        """Write JSON by one rename: readers see the old file or the whole new one."""
-        write_text(file, json.dumps(asdict(self), indent=2) + "\n")
 
 
 class Meter(Protocol):
@@ -150,6 +141,23 @@ def measure(
     return _report(settings, [results[index] for index in sorted(results)], meter.machine())
 
 
+def measure_into(
+    file: Path,
+    meter: Meter,
+    benchmark: Benchmark,
+    params: SamplingParams,
+    *,
+    on_result: Callable[[ConversationResult], None] = lambda result: None,
+) -> AcceptanceReport:
+    """The same with its result in `file`; see `evaluation.resume`."""
+    settings = meter.settings(benchmark, params)
+
+    def run(done: list[ConversationResult], keep: Callable[[ConversationResult], None]) -> AcceptanceReport:
+        return measure(meter, benchmark, params, done=done, on_result=keep)
+
+    return resumed(file, AcceptanceReport, ConversationResult, settings, run, on_result)
+
+
 def _report(settings: RunSettings, results: list[ConversationResult], machine: dict[str, str | int]) -> AcceptanceReport:
     counted = [result for result in results if result.rounds]
     if not counted:
@@ -163,7 +171,7 @@ def _report(settings: RunSettings, results: list[ConversationResult], machine: d
         for r in counted:
             positions.merge(DecodeStats(drafted_at=[*r.drafted_at], reached_at=[*r.reached_at], accepted_at=[*r.accepted_at]))
     return AcceptanceReport(
-        **{**asdict(settings), "prompts": len(results)},
+        **asdict(settings),
         skipped_turns=sum(result.skipped_turns for result in results),
         tokens=sum(result.tokens for result in results),
         rounds=sum(rounds),

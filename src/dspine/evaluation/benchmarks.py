@@ -44,6 +44,11 @@ class Benchmark:
         """First 16 hex digits over all turns: two results with the same one were measured on the same prompts."""
         return hashlib.sha256(json.dumps(self.conversations).encode()).hexdigest()[:16]
 
+    @property
+    def references_sha256(self) -> str:
+        """The same over what a right answer is; "" without references."""
+        return hashlib.sha256(repr(self.references).encode()).hexdigest()[:16] if self.references else ""
+
 
 def load_benchmark(file: Path, limit: int | None = None, *, graded: bool = False) -> Benchmark:
     """Read the first `limit` conversations (None = all). Raises UserError naming the first bad line.
@@ -83,6 +88,32 @@ def load_named(
         if len(problems) == limit:
             break
     return _benchmark(name, problems, f"{known.repo}@{commit} ({known.config}, {known.split})")
+
+
+def load_benchmarks(
+    names: Sequence[str],
+    files: Sequence[Path],
+    *,
+    folder: Path | None = None,
+    revision: str | None = None,
+    limit: int | None = None,
+    graded: bool = False,
+) -> list[Benchmark]:
+    """What a command names: benchmarks ("all" = the seven) and prompt files. Raises UserError for none, and for one twice."""
+    wanted = list(SUITE) if "all" in names else list(names)
+    if revision is not None and (folder is not None or len(wanted) != 1):
+        raise UserError(
+            f"revision {revision!r} is one of a data set on the hub: give it with exactly one --benchmark, without --data"
+        )
+    found = [load_named(name, folder=folder, revision=revision, limit=limit, graded=graded) for name in wanted]
+    found += [load_benchmark(file, limit, graded=graded) for file in files]
+    if not found:
+        raise UserError(f"nothing to measure; give --benchmark ({', '.join(SUITE)} or all) or --prompts FILE")
+    seen = [benchmark.name for benchmark in found]
+    for name in seen:
+        if seen.count(name) > 1:
+            raise UserError(f"{name} is named twice; results go by that name, so give each benchmark once")
+    return found
 
 
 def _first(problems: Iterable[Problem], limit: int | None) -> list[Problem]:

@@ -68,11 +68,13 @@ class ChatFormat:
             "chat_template_sha256": hashlib.sha256(text.encode()).hexdigest()[:16] if text else "",
         }
 
-    def render(self, messages: list[Message], generation_prompt: bool = True) -> str:
-        """The template's text of a conversation, by default up to the assistant's turn."""
+    def render(self, messages: list[Message], generation_prompt: bool = True, *, thinking: bool | None = None) -> str:
+        """The template's text of a conversation, by default up to the assistant's turn; `thinking` as in `Target.encode_chat`."""
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.name} has no chat template, which training answers need; use an instruction-tuned model")
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt))
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        template = self.tokenizer.apply_chat_template
+        return str(template(messages, tokenize=False, add_generation_prompt=generation_prompt, **switch))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text: the template has put the special tokens in already."""

@@ -121,9 +121,7 @@ class ChatEndpoint:
                 raise _TryAgainError(reason, _retry_after(error)) from error
             if error.code in REFUSALS:
                 raise RefusedError(f"{url} refused a prompt ({reason})") from error
-            raise UserError(
-                f"{url} refused the request ({reason}); check --endpoint, --model and OPENAI_API_KEY"
-            ) from error
+            raise UserError(f"{url} refused the request ({reason}); check --endpoint, --model and OPENAI_API_KEY") from error
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             raise _TryAgainError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
 
@@ -160,8 +158,8 @@ def _completion(data: bytes, url: str) -> Completion:
         raise UserError(f"{url} does not answer like an OpenAI chat endpoint ({data[:80]!r}); check --endpoint") from error
     if not isinstance(text, str) or reason not in ("stop", "length"):
         raise RefusedError(f"{url} gave no text for a prompt (finish_reason {reason!r})")
-    usage = reply.get("usage") or {}
-    return Completion(text, reason == "stop", usage.get("completion_tokens"))
+    usage = reply.get("usage")
+    return Completion(text, reason == "stop", usage.get("completion_tokens") if isinstance(usage, dict) else None)
 
 
 def in_threads(
