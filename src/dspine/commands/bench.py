@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dspine.commands.bench_batch import batch
+from dspine.commands.bench_breakdown import breakdown
 from dspine.commands.bench_speed import speed
 from dspine.commands.console import show_help_without_command
 
@@ -19,3 +20,4 @@ def group(context: typer.Context) -> None:
 
 app.command()(speed)
 app.command()(batch)
+app.command()(breakdown)

@@ -42,6 +42,9 @@ MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help=
 ChatOption = Annotated[
     bool, typer.Option(help="Prompts are user turns in the model's chat template, or plain text to go on with.")
 ]
+OutputFileOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the whole result as JSON here.", show_default=False)
+]
 RepeatsOption = Annotated[int, typer.Option("--repeats", "-r", help="Time everything N times.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", "-T", help="0 = greedy, the most likely token each time.")]
 TopKOption = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0 = off.")]
@@ -65,6 +68,12 @@ def parse_limit(limit: int) -> int | None:
     if limit < 0:
         raise UserError(f"limit = {limit}: give the number of prompts to use, or 0 for all of them")
     return limit or None
+
+
+def check_output(output: Path | None) -> None:
+    """Raise UserError now where a result could not be written later."""
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise UserError(f"cannot write {output}: it is a folder or its folder does not exist")
 
 
 @contextmanager
