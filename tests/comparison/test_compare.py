@@ -13,6 +13,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dspine.commands.main import run as run_command
+from dspine.comparison import figures as figures_module
 from dspine.comparison import run as run_module
 from dspine.comparison.figures import draw_figures
 from dspine.comparison.plan import Plan, load_plan, row_recipes
@@ -109,8 +110,17 @@ def test_a_comparison_from_start_to_table(workshop: Path, tmp_path: Path, monkey
     assert differences["dflash", 0.0] == pytest.approx(sums[0] / sums[1] - 1)
     curve = (output / "rows" / "dspine" / "training" / "curve.jsonl").read_text().splitlines()
     assert lines[1].held_out == pytest.approx(json.loads(curve[-1])["acceptance_length"], abs=1e-3)
-    for file in draw_figures(ours, lines, output):
-        assert file.read_text().startswith("<?xml")
+    for line in lines:
+        assert set(line.part_ms) == {"draft", "select", "verify"}
+        assert 0 < line.part_ms["draft"] < line.speed["round_ms"] * 20
+        assert line.part_ms["verify"] > 0
+    assert lines[1].part_ms["select"] > 0
+    few = draw_figures(ours, lines, output)
+    assert {file.name for file in few} == {f"{kind}-T{t}.svg" for kind in ("acceptance", "positions") for t in (0, 1)}
+    monkeypatch.setattr(figures_module, "MOST_COLOURS", 3)
+    many = draw_figures(ours, lines, output)
+    assert [file.name for file in many] == ["differences-T0.svg", "differences-T1.svg"]
+    assert all(file.read_text().startswith("<?xml") for file in (*few, *many))
     with pytest.raises(UserError, match="holds a comparison with other decode; choose another folder"):
         run_comparison(plan(workshop, decode={"benchmarks": ["first"]}), output, workshop)
 

@@ -1,21 +1,27 @@
-"""Pictures of a comparison: acceptance lengths with their intervals, and acceptance by draft position."""
+"""Pictures of a comparison: acceptance lengths with their intervals and by draft position; of many rows, their differences."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dspine.comparison.plan import Plan
-from dspine.comparison.table import Line
+from dspine.comparison.table import Line, against_reference
 from dspine.evaluation.plotting import colour, prepare_matplotlib, save_figure
+
+MOST_COLOURS = 8
+BETTER, WORSE = 3, 5
 
 
 def draw_figures(plan: Plan, lines: list[Line], output: Path) -> list[Path]:
-    """Write OUTPUT/acceptance-T*.svg and OUTPUT/positions-T*.svg for every temperature that has results."""
+    """Write OUTPUT/acceptance-T*.svg and OUTPUT/positions-T*.svg for every temperature that has results; where there are more
+    rows than can be told apart by colour, OUTPUT/differences-T*.svg instead."""
     prepare_matplotlib()
     files = []
     for temperature in plan.decode.temperatures:
         shown = [line for line in lines if any(t == temperature for _, t in line.results)]
-        if shown:
+        if len(shown) > MOST_COLOURS:
+            files.append(_differences(plan, shown, temperature, output / f"differences-T{temperature:g}.svg"))
+        elif shown:
             files.append(_acceptance_bars(plan, shown, temperature, output / f"acceptance-T{temperature:g}.svg"))
             files.append(_position_curves(plan, shown, temperature, output / f"positions-T{temperature:g}.svg"))
     return files
@@ -42,6 +48,26 @@ def _acceptance_bars(plan: Plan, lines: list[Line], temperature: float, file: Pa
     axes.set_ylabel("acceptance length")
     axes.set_title(f"T = {temperature:g}; bars: 95 % over prompts", fontsize=10)
     axes.legend(fontsize=8, frameon=False, ncols=min(len(lines), 6), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    save_figure(figure, file)
+    return file
+
+
+def _differences(plan: Plan, lines: list[Line], temperature: float, file: Path) -> Path:
+    """One bar a row: by how much its acceptance length differs from the reference's."""
+    from matplotlib import pyplot as plt
+
+    values = against_reference(plan, lines)
+    rows = [line.name for line in lines if line.name != plan.reference and (line.name, temperature) in values]
+    figure, axes = plt.subplots(figsize=(6.4, 0.8 + 0.26 * len(rows)))
+    percents = [100 * values[name, temperature] for name in rows]
+    bars = axes.barh(range(len(rows)), percents, 0.7, color=[colour(WORSE if percent < 0 else BETTER) for percent in percents])
+    axes.bar_label(bars, fmt="%+.1f", fontsize=8, padding=2)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel(f"acceptance length against {plan.reference}, %, T = {temperature:g}")
+    axes.set_title(f"mean of {', '.join(plan.decode.benchmarks)}", fontsize=10)
     save_figure(figure, file)
     return file
 

@@ -25,6 +25,7 @@ from dspine.drafters.registry import drafter_class
 from dspine.errors import UserError
 from dspine.evaluation.acceptance import measure_acceptance
 from dspine.evaluation.benchmarks import Benchmark, first_turns, load_benchmark
+from dspine.evaluation.breakdown import measure_breakdown
 from dspine.evaluation.speed import measure_speed
 from dspine.files import write_text
 from dspine.targets.model import Target
@@ -33,6 +34,7 @@ from dspine.training.run import prepare_training, run_training
 from dspine.training.warm_start import drafter_config
 
 CALIBRATION_STEPS = 12
+SPEED, BREAKDOWN = "speed.json", "breakdown.json"
 Report = Callable[[str], None]
 
 
@@ -161,15 +163,20 @@ def decode_row(
             llm = LLM(target, drafter, max_rows=settings.batch, width=row.width or drafter.config.max_width)
             params = SamplingParams(temperature=temperature, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
             measure_acceptance(llm, benchmark, params).write(file)
-    speed = folder / "speed.json"
-    if settings.speed_prompts and not speed.is_file():
+    if settings.speed_prompts and not (folder / SPEED).is_file():
         drafter = drafter or _drafter(output, plan, name, target)
         report(f"timing {name}")
-        llm = LLM(target, drafter, width=row.width or drafter.config.max_width)
-        params = SamplingParams(max_new_tokens=settings.max_new_tokens)
-        few = Benchmark(benchmarks[0].name, benchmarks[0].conversations[: settings.speed_prompts])
-        encoded, _ = first_turns(few, target, chat=True, max_new_tokens=settings.max_new_tokens)
-        write_text(speed, json.dumps(measure_speed(llm, encoded, params).to_dict(), indent=2) + "\n")
+        time_row(plan, name, folder, LLM(target, drafter, width=row.width or drafter.config.max_width), benchmarks[0])
+
+
+def time_row(plan: Plan, name: str, folder: Path, llm: LLM, benchmark: Benchmark) -> None:
+    """The speed of a few prompts, one by one, and where a round's time goes."""
+    settings = plan.decode
+    params = SamplingParams(max_new_tokens=settings.max_new_tokens)
+    few = Benchmark(benchmark.name, benchmark.conversations[: settings.speed_prompts])
+    encoded, _ = first_turns(few, llm.target, chat=True, max_new_tokens=settings.max_new_tokens)
+    write_text(folder / BREAKDOWN, json.dumps(measure_breakdown(llm, encoded, params).to_dict(), indent=2) + "\n")
+    write_text(folder / SPEED, json.dumps(measure_speed(llm, encoded, params).to_dict(), indent=2) + "\n")
 
 
 def result_file(folder: Path, benchmark: str, temperature: float) -> Path:

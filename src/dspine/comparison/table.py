@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from dspine.comparison.plan import Plan
-from dspine.comparison.run import checkpoint_of, result_file
+from dspine.comparison.run import BREAKDOWN, SPEED, checkpoint_of, result_file
 from dspine.drafters.checkpoint import parameters_by_part
 from dspine.files import write_text
+from dspine.stages import Stage
 
+PARTS: dict[str, tuple[Stage, ...]] = {
+    "draft": ("draft_backbone", "injection", "head"),
+    "select": ("transition_cache", "selection"),
+    "verify": ("verification", "acceptance"),
+}
 Cell = str | float | int | None
 
 
@@ -39,6 +45,7 @@ class Line:
     held_out: float  # teacher-forced acceptance length at the end of training
     results: dict[tuple[str, float], Result] = field(default_factory=dict)
     speed: dict[str, Any] = field(default_factory=dict)
+    part_ms: dict[str, float] = field(default_factory=dict)  # of a round: draft, select, verify
 
 
 def read_lines(plan: Plan, output: Path) -> list[Line]:
@@ -58,11 +65,18 @@ def read_lines(plan: Plan, output: Path) -> list[Line]:
                 low, high = data["acceptance_length_ci95"]
                 positions = tuple(data["acceptance_by_position"])
                 line.results[benchmark, temperature] = Result(data["acceptance_length"], low, high, positions)
-        speed = folder / "speed.json"
-        if speed.is_file():
-            line.speed.update(json.loads(speed.read_text(encoding="utf-8")))
+        if (folder / SPEED).is_file():
+            line.speed.update(json.loads((folder / SPEED).read_text(encoding="utf-8")))
+        if (folder / BREAKDOWN).is_file():
+            line.part_ms.update(_parts(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))))
         lines.append(line)
     return lines
+
+
+def _parts(breakdown: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a round's parts, several stages each."""
+    stages = {stage["stage"]: stage["round_ms"] for stage in breakdown["stages"]}
+    return {part: sum(stages.get(name, 0.0) for name in names) for part, names in PARTS.items()}
 
 
 def _held_out(config: dict[str, Any]) -> float:
@@ -107,14 +121,15 @@ def columns(plan: Plan, lines: list[Line]) -> tuple[list[str], list[list[Cell]]]
     heads = ["row", "drafter", "parameters (M)", "held-out"]
     for benchmark, t in keys:
         heads += [f"{benchmark} T={t:g}", f"{benchmark} T={t:g} low", f"{benchmark} T={t:g} high"]
-    heads += ["tok/s", "speedup", "draft share", "verify share", "round (ms)"]
+    heads += ["tok/s", "speedup", "round (ms)", *(f"{part} (ms)" for part in PARTS)]
     body: list[list[Cell]] = []
     for line in lines:
         cells: list[Cell] = [line.name, line.drafter, round(line.parameters / 1e6, 2), line.held_out]
         for key in keys:
             result = line.results.get(key)
             cells += [None] * 3 if result is None else [result.acceptance_length, result.low, result.high]
-        cells += [line.speed.get(name) for name in ("spec_tok_per_s", "speedup", "draft_share", "verify_share", "round_ms")]
+        cells += [line.speed.get(name) for name in ("spec_tok_per_s", "speedup", "round_ms")]
+        cells += [line.part_ms.get(part) for part in PARTS]
         body.append(cells)
     return heads, body
 
@@ -125,7 +140,9 @@ def markdown(plan: Plan, lines: list[Line]) -> str:
     best = {key: max((line.results[key].acceptance_length for line in lines if key in line.results), default=0.0) for key in keys}
     differences = against_reference(plan, lines)
     compared = [f"vs {plan.reference} T={t:g}" for t in plan.decode.temperatures]
-    heads = ["row", "drafter", "M", "held-out", *(f"{b} T={t:g}" for b, t in keys), *compared, "tok/s", "draft", "verify"]
+    heads = ["row", "drafter", "M", "held-out", *(f"{b} T={t:g}" for b, t in keys), *compared]
+    timed = [line for line in lines if line.speed]
+    heads += ["tok/s", *(f"{part} (ms)" for part in PARTS)] if timed else []
     out = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]
     for line in lines:
         cells = [line.name, line.drafter, f"{line.parameters / 1e6:.1f}", f"{line.held_out:.2f}"]
@@ -139,12 +156,9 @@ def markdown(plan: Plan, lines: list[Line]) -> str:
             cells.append(f"{tau} ({result.low:.2f}-{result.high:.2f})")
         shown = (differences.get((line.name, t)) for t in plan.decode.temperatures)
         cells += ["" if difference is None else f"{difference:+.1%}" for difference in shown]
-        speed = line.speed
-        cells += (
-            [f"{speed['spec_tok_per_s']:.0f}", f"{speed['draft_share']:.0%}", f"{speed['verify_share']:.0%}"]
-            if speed
-            else [""] * 3
-        )
+        if timed:
+            cells.append(f"{line.speed['spec_tok_per_s']:.0f}" if line.speed else "")
+            cells += [f"{line.part_ms[part]:.1f}" if line.part_ms else "" for part in PARTS]
         out.append("| " + " | ".join(cells) + " |")
     for (benchmark, t), (gain, rival) in gains(plan, lines).items():
         out.append(f"\n{plan.reference} against the strongest other drafter on {benchmark} at T={t:g} ({rival}): {gain:+.1%}")
