@@ -130,3 +130,10 @@ def test_help_teaches_with_examples(study: str, cli: Any) -> None:
     outcome = cli("study", study, "--help")
     assert outcome.code == 0
     assert f"dspine study {study} -p" in outcome.out
+
+
+def test_the_group_alone_shows_its_help(cli: Any) -> None:
+    outcome = cli("study")
+    assert (outcome.code, outcome.err) == (0, "")
+    for study in ("readout", "timing", "predecessor"):
+        assert study in outcome.out

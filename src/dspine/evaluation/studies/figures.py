@@ -38,15 +38,17 @@ def draw_readout(result: ReadoutResult, folder: Path) -> tuple[Path, Path]:
 
 
 def draw_timing(result: TimingResult, folder: Path) -> tuple[Path, Path]:
-    """Gain in consecutive correct tokens: true features from a layer on, and in the last layer and one earlier."""
+    """Gain in consecutive correct tokens: true features from a layer on, and in the last layer and one earlier.
+
+    The only pair of a drafter with three layers is one of the schedules beside it and gets no panel.
+    """
     pairs = [s for s in result.schedules if s.schedule.kind == "pair"]
-    figure, axes = _panels(2 if pairs else 1, 4.2)
+    figure, axes = _panels(2 if len(pairs) > 1 else 1, 4.6)
     _gains(axes[0], [s for s in result.schedules if s.schedule.kind == "from"], "true prefix from layer", result)
     axes[0].set_ylabel("gain in consecutive correct tokens (%)")
-    if pairs:
-        _gains(axes[1], pairs, "true prefix in two layers only", result)
     axes[0].set_title(_what(result), fontsize=10, loc="left")
-    axes[-1].legend(fontsize=8, frameon=False)
+    if len(pairs) > 1:
+        _gains(axes[1], pairs, "true prefix in two layers only", result)
     return _save(figure, result, folder)
 
 
@@ -58,6 +60,7 @@ def _gains(axes: Any, found: Sequence[ScheduleResult], label: str, result: Timin
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xticks(range(len(names)), names)
     axes.set_xlabel(label)
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def draw_predecessor(result: PredecessorResult, folder: Path) -> tuple[Path, Path]:
@@ -115,7 +118,7 @@ def _panels(count: int, width: float) -> tuple[Any, list[Any]]:
     prepare_matplotlib()
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, count, figsize=(width * count, 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(width * count, 3.6), squeeze=False, sharey=True)
     return figure, list(axes[0])
 
 
