@@ -105,6 +105,11 @@ class Engine:
         return bool(self._live or self._waiting)
 
     @property
+    def live_requests(self) -> tuple[Request, ...]:
+        """Those that hold a row of the caches."""
+        return tuple(self._live)
+
+    @property
     def num_live(self) -> int:
         return len(self._live)
 
