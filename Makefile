@@ -34,5 +34,5 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python 3.10 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11 ...")'
 	@echo "setting up .venv (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,report,eval,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,train,report,eval,dev]'
 	@touch $@
