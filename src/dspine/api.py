@@ -16,6 +16,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from dspine.decoding.calibration import load_calibration
 from dspine.decoding.engine import Engine, Width
 from dspine.decoding.request import FinishReason, Request
 from dspine.decoding.sampling import SamplingParams
@@ -79,6 +80,7 @@ class LLM:
         self.target, self.drafter = target, drafter
         self._runner: DraftRunner | None = drafter.runner(target) if drafter is not None else None
         self.max_rows, self.width = max_rows, width
+        self.calibration = load_calibration(drafter) if width == "confidence" and drafter is not None else None
         self._engines: dict[bool, Engine] = {}
 
     @classmethod
@@ -94,8 +96,9 @@ class LLM:
         key = speculative and self._runner is not None
         if key not in self._engines:
             self._engines[key] = Engine(
-                self.target, self._runner if key else None, max_rows=self.max_rows, width=self.width if key else "auto"
-            )
+                self.target, self._runner if key else None, max_rows=self.max_rows, width=self.width if key else "auto",
+                calibration=self.calibration,
+            )  # fmt: skip
         return self._engines[key]
 
     def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
@@ -181,7 +184,8 @@ def load(
 
     `name`: hub id, local folder, .gguf file or "smollm2-135m". `drafter`: a checkpoint folder, the name of a shipped one,
     None for plain decoding, or "auto": the shipped DSpine drafter where there is one. `width`: slots per verification
-    including the anchor, or "auto" to let measured costs decide. Raises UserError with the remedy.
+    including the anchor, "auto" to let measured costs decide, or "confidence" to let them decide anew for every draft by how sure
+    the drafter is of it (after `dspine calibrate`; without, the whole block is verified). Raises UserError with the remedy.
     """
     target = Target.load(name, device=device, dtype=dtype)
     return LLM(target, find_drafter(target, drafter), max_rows=max_rows, width=width)

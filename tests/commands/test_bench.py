@@ -23,7 +23,16 @@ def test_the_last_line_is_the_measurement(cli: Any, folders: Any) -> None:
     assert (data["identical"], data["prompts"], data["repeats"], data["width"]) == (True, 2, 2, "4")
     assert f"acceptance length (tau) {data['acceptance_length']:.2f}, output token-identical to plain: yes" in outcome.out
     assert f"draft {data['draft_share']:.0%}, verify {data['verify_share']:.0%}, other {data['other_share']:.0%}" in outcome.out
+    assert f"a round verifies {data['mean_width']:.2f} slots" in outcome.out
+    assert 1 <= data["mean_width"] <= 4
     assert "transformers_tok_per_s" not in data
+
+
+def test_options_without_a_command_are_those_of_speed(cli: Any) -> None:
+    outcome = cli("bench", "--prompts", "nowhere.jsonl", "--limit", "1")
+    assert outcome.code == 2
+    assert "cannot read prompts from nowhere.jsonl" in outcome.err
+    assert "Compare plain and speculative" in cli("bench", "--help").out
 
 
 def test_the_reference_is_timed_on_request(cli: Any, folders: Any) -> None:
@@ -66,7 +75,7 @@ def test_prompts_without_room_are_skipped_and_told(cli: Any, folders: Any, tmp_p
         (["--repeats", "0"], "repeats = 0: at least 1 is needed"),
         (["--drafter", "none"], "no drafter ships for {target}, and none was named"),
         (["--max-new-tokens", "511"], "no prompt of prompts leaves room for 511 new tokens"),
-        (["--width", "7"], "width = 7: give 'auto' or a whole number from 1 (plain) to 6"),
+        (["--width", "7"], "width = 7: give 'auto', 'confidence' or a whole number from 1 (plain) to 6"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(arguments: list[str], message: str, cli: Any, folders: Any) -> None:

@@ -408,7 +408,7 @@ def test_impossible_prompts_are_refused(prompt: list[int], message: str, tiny_ta
 
 @pytest.mark.parametrize("width", [0, BLOCK + 1, "wide", 2.5])
 def test_impossible_widths_are_refused(width: Any, tiny_target: Target, runner: Callable[[str], DraftRunner]) -> None:
-    with pytest.raises(UserError, match=r"width = .*: give 'auto' or a whole number from 1 \(plain\) to 6"):
+    with pytest.raises(UserError, match=r"width = .*: give 'auto', 'confidence' or a whole number from 1 \(plain\) to 6"):
         Engine(tiny_target, runner("dspine"), width=width)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from transformers import (
 )
 
 from dspine.decoding import verify
+from dspine.decoding.calibration import Calibration, ConfidenceMap
 from dspine.decoding.engine import Engine
 from dspine.decoding.sampling import SamplingParams
-from dspine.drafters.base import BlockDrafter
+from dspine.decoding.stats import DecodeStats
+from dspine.drafters.base import BlockDrafter, Draft
 from dspine.drafters.registry import DRAFTERS
 from dspine.targets.model import Target
 
@@ -153,4 +156,57 @@ def test_a_broken_verifier_is_seen(
 ) -> None:
     monkeypatch.setattr(verify, broken.__name__.split("_")[0], broken)
     counts, _ = sampled(engine, {"temperature": CASES["temperature"]}, 2 * TRIALS)
+    assert p_value(counts["temperature"], exact(model, CASES["temperature"])) < 1e-4
+
+
+# --- widths by confidence --------------------------------------------------------------------------------------------
+
+HOT = {"temperature": CASES["temperature"]}
+
+
+@pytest.fixture
+def scheduled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One row, so that each decision is its own, and costs at which about half of the slots are worth verifying."""
+    monkeypatch.setattr(Engine, "_time_forward", lambda engine, tokens: 1.0 + 0.4 * tokens)
+    as_it_is = ConfidenceMap(temperature=1.0, slope=(1.0,) * 3, offset=(0.0,) * 3, mean_acceptance=(0.5,) * 3)
+    calibration = Calibration(drafter="any", fingerprint="", prompts="none", num_prompts=0, maps=(as_it_is,))
+    return Engine(engine.target, engine.drafter, max_rows=1, width="confidence", calibration=calibration)
+
+
+@pytest.mark.parametrize("engine", DRAFTERS, indirect=True)
+def test_widths_by_confidence_leave_the_distribution_as_it_is(
+    engine: Engine, scheduled: Engine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: Counter[int] = Counter()
+    record_round = DecodeStats.record_round
+
+    def count(stats: DecodeStats, num_drafted: int, num_accepted: int) -> None:
+        widths[num_drafted] += 1
+        record_round(stats, num_drafted, num_accepted)
+
+    monkeypatch.setattr(DecodeStats, "record_round", count)
+    counts, accepted = sampled(scheduled, HOT, TRIALS)
+    assert accepted > TRIALS / 2, "nearly nothing was accepted, so speculation was not tested"
+    assert min(n for _, n in widths.most_common(2)) > TRIALS / 20, f"the width hardly ever changed: {widths}"
+    assert p_value(counts["temperature"], exact(model, CASES["temperature"])) > 1e-3
+
+
+@pytest.mark.parametrize("engine", DRAFTERS, indirect=True)
+def test_a_confidence_that_has_seen_its_token_is_found_out(
+    engine: Engine, scheduled: Engine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drawn token's own probability under q, a natural choice, biases the output: likely tokens get likelier."""
+    runner = scheduled.drafter
+    assert runner is not None
+    propose = runner.propose
+
+    def peeking(*arguments: Any) -> Draft:
+        draft = propose(*arguments)
+        assert draft.q_ids is not None
+        assert draft.q_probs is not None
+        own = verify.SparseQ(draft.q_ids, draft.q_probs).of(draft.tokens)
+        return replace(draft, confidence=lambda: own)
+
+    monkeypatch.setattr(runner, "propose", peeking)
+    counts, _ = sampled(scheduled, HOT, 2 * TRIALS)
     assert p_value(counts["temperature"], exact(model, CASES["temperature"])) < 1e-4

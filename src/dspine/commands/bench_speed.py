@@ -79,7 +79,7 @@ def print_report(report: SpeedReport) -> None:
     identical = {None: "not expected when sampling", True: "yes", False: "NO"}[report.identical]
     console.print(f"acceptance length (tau) {report.acceptance_length:.2f}, output token-identical to plain: {identical}")
     shares = f"draft {report.draft_share:.0%}, verify {report.verify_share:.0%}, other {report.other_share:.0%}"
-    console.print(f"a round takes {report.round_ms:.1f} ms: {shares}")
+    console.print(f"a round verifies {report.mean_width:.2f} slots and takes {report.round_ms:.1f} ms: {shares}")
     if report.matrix_product_share is not None:
         console.print(f"matrix products of target and drafter: {report.matrix_product_share:.0%} of the rounds")
     print_json_line(report.to_dict())

@@ -14,6 +14,7 @@ import typer
 
 from dspine import __version__
 from dspine.commands import bench, evaluate, study
+from dspine.commands.calibrate import calibrate
 from dspine.commands.compare import compare
 from dspine.commands.console import note, print_error, show_help_without_command
 from dspine.commands.data import app as data_app
@@ -68,6 +69,7 @@ app.add_typer(evaluate.app, name="eval")
 app.add_typer(study.app, name="study")
 app.add_typer(data_app, name="data")
 app.command()(train)
+app.command()(calibrate)
 app.command()(compare)
 app.command()(report)
 app.command()(info)

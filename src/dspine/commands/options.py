@@ -30,7 +30,13 @@ DrafterOption = Annotated[
     ),
 ]
 WidthOption = Annotated[
-    str, typer.Option("--width", "-w", help="Slots verified per round, the anchor included; auto: what measured costs favour.")
+    str,
+    typer.Option(
+        "--width",
+        "-w",
+        help="Slots verified per round, the anchor included; auto: what measured costs favour; confidence: the same for every "
+        "draft by how sure the drafter is (see dspine calibrate).",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.")]
@@ -54,14 +60,16 @@ RepetitionPenaltyOption = Annotated[float, typer.Option(help="Above 1: tokens th
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text (when sampling).", show_default="random")]
 
 
-def parse_width(text: str) -> int | Literal["auto"]:
-    """ "auto" or a whole number; the engine checks its range."""
+def parse_width(text: str) -> int | Literal["auto", "confidence"]:
+    """ "auto", "confidence" or a whole number; the engine checks its range."""
     if text == "auto":
         return "auto"
+    if text == "confidence":
+        return "confidence"
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"width {text!r} is neither 'auto' nor a whole number") from None
+        raise UserError(f"width {text!r} is neither 'auto', 'confidence' nor a whole number") from None
 
 
 def parse_limit(limit: int) -> int | None:
@@ -92,7 +100,7 @@ def load_llm(
     device: str,
     dtype: str,
     *,
-    width: int | Literal["auto", "full"] = "auto",
+    width: int | Literal["auto", "confidence", "full"] = "auto",
     max_rows: int = 1,
     need_drafter: bool = False,
     keep_model: bool = False,
@@ -114,6 +122,8 @@ def load_llm(
         raise UserError(
             f"no drafter ships for {target}, and none was named; give --drafter FOLDER (`dspine info` lists what ships)"
         )
+    if width == "confidence" and found is not None and llm.calibration is None:
+        note("this drafter is not calibrated, so the whole block is verified; see `dspine calibrate`")
     if found is None and drafter == "auto":
         note(f"no drafter ships for {target}: decoding without one (train your own with `dspine train`)")
     return llm

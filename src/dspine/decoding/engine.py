@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dspine.decoding.calibration import Calibration
+from dspine.decoding.confidence import ConfidenceScheduler
 from dspine.decoding.logprobs import token_logprobs
 from dspine.decoding.request import Progress, Request, new_request
 from dspine.decoding.sampling import SamplingParams, penalise, sample, target_distribution
@@ -34,19 +37,27 @@ from dspine.stages import stage
 from dspine.targets.model import Target, TargetOutput
 
 PREFILL_CHUNK = 512  # prompt tokens per forward
-Width = int | Literal["auto"]
+Width = int | Literal["auto", "confidence"]
+Observer = Callable[[Request, list[float], int], None]  # a row of a round: its raw confidences [m], how many were accepted
 
 
 class Engine:
-    """Decodes up to `max_rows` requests at once; more wait their turn. Not thread-safe: one caller steps it."""
+    """Decodes up to `max_rows` requests at once; more wait their turn. Not thread-safe: one caller steps it.
 
-    def __init__(self, target: Target, drafter: DraftRunner | None = None, *, max_rows: int = 8, width: Width = "auto") -> None:
+    width "confidence" verifies the whole block where there is no `calibration`. `observer` is told of every drafted row.
+    """
+
+    def __init__(
+        self, target: Target, drafter: DraftRunner | None = None, *, max_rows: int = 8, width: Width = "auto",
+        calibration: Calibration | None = None, observer: Observer | None = None,
+    ) -> None:  # fmt: skip
         if max_rows < 1:
             raise UserError(f"max_rows = {max_rows}: the engine needs at least 1 row")
         limit = drafter.config.max_width if drafter is not None else 1
-        if width != "auto" and not (isinstance(width, int) and 1 <= width <= max(limit, 1)):
+        if width not in ("auto", "confidence") and not (isinstance(width, int) and 1 <= width <= max(limit, 1)):
             raise UserError(
-                f"width = {width!r}: give 'auto' or a whole number from 1 (plain) to {limit} (the drafter's block size)"
+                f"width = {width!r}: give 'auto', 'confidence' or a whole number from 1 (plain) to {limit} (the drafter's block "
+                "size)"
             )
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self._taps = drafter.config.target_layer_ids if drafter is not None else ()
@@ -56,11 +67,16 @@ class Engine:
         self._count = 0
         self._cache: KVCache | None = None
         self._draft_cache: KVCache | None = None
+        costs = CostTable(self._time_forward)
         self._controller = (
-            WidthController(limit, drafter.config.expected_acceptance, CostTable(self._time_forward))
-            if drafter is not None
-            else None
-        )
+            WidthController(limit, drafter.config.expected_acceptance, costs) if drafter is not None else None
+        )  # fmt: skip
+        self._observer = observer
+        self._scheduler: ConfidenceScheduler | None = None
+        if width == "confidence" and drafter is not None:
+            self._fixed_width = limit  # where no scheduler decides
+            if calibration is not None:
+                self._scheduler = ConfidenceScheduler(calibration, limit - 1, costs)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -183,6 +199,8 @@ class Engine:
         started = time.perf_counter()
         anchors = torch.tensor([r.output_ids[-1] for r in self._live], device=self.target.device)
         draft = self._draft(anchors, width) if width > 1 else None
+        draft, confidence = self._shortened(draft)
+        num_verified = 0 if draft is None else draft.tokens.shape[1]
         drafted_at = time.perf_counter()
         if self._controller is not None and draft is not None:
             self._controller.record_draft(drafted_at - started)
@@ -197,13 +215,18 @@ class Engine:
         advanced_at = time.perf_counter()
         drafted = None if draft is None else draft.tokens.tolist()
         progress = []
+        if self._scheduler is not None and width > 1:
+            total = sum(v.num_accepted for v in verdicts)
+            self._scheduler.record([r.params for r in self._live], drafted_at - started, num_verified, total)
         # Extending the drafter's context is the drafter's work too.
         draft_s, verify_s = (drafted_at - started + advanced_at - verified_at) / rows, (verified_at - drafted_at) / rows
         for row, (request, verdict) in enumerate(zip(self._live, verdicts, strict=True)):
             accepted = drafted[row][: verdict.num_accepted] if drafted is not None else []
             if self._controller is not None and draft is not None:
-                self._controller.record(width - 1, verdict.num_accepted)
-            request.stats.record_round(width - 1, verdict.num_accepted)
+                self._controller.record(num_verified, verdict.num_accepted)
+            if self._observer is not None and confidence:
+                self._observer(request, confidence[row], verdict.num_accepted)
+            request.stats.record_round(num_verified, verdict.num_accepted)
             request.stats.draft_s += draft_s
             request.stats.verify_s += verify_s
             progress.append(self._commit(request, [*accepted, verdict.next_token], verdict.num_accepted, logits[row]))
@@ -216,7 +239,9 @@ class Engine:
     def _choose_width(self) -> int:
         if self.drafter is None or self._controller is None:
             return 1
-        if self._fixed_width is not None:
+        if self._scheduler is not None:
+            width = 1 + self._scheduler.tokens_to_draft([r.params for r in self._live])
+        elif self._fixed_width is not None:
             width = self._fixed_width
         elif all(r.params.is_greedy for r in self._live):
             width = self._controller.choose(len(self._live))
@@ -232,6 +257,17 @@ class Engine:
         temperatures, uniforms = self._draft_randomness(width - 1)
         with stage("draft_backbone"):  # what a drafter does besides, it says itself
             return self.drafter.propose(anchors, self._draft_cache, width - 1, temperatures, uniforms)
+
+    def _shortened(self, draft: Draft | None) -> tuple[Draft | None, list[list[float]]]:
+        """As much of a draft as is to be verified, and its raw confidences [n, m] where somebody wants to know."""
+        if draft is None or draft.confidence is None or (self._scheduler is None and self._observer is None):
+            return draft, []
+        with stage("selection"):
+            confidence: list[list[float]] = draft.confidence().tolist()
+            if self._scheduler is None:
+                return draft, confidence
+            kept = self._scheduler.tokens_to_verify(confidence, [r.params for r in self._live])
+            return (draft.first(kept) if kept else None), confidence
 
     def _draft_randomness(self, num_draft_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Each row's temperature (0 = greedy) [n] and, if any row samples, its uniforms [n, m]."""

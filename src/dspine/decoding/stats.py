@@ -63,6 +63,11 @@ class DecodeStats:
         return self.num_accepted_tokens / self.rounds + 1.0 if self.rounds else 0.0
 
     @property
+    def mean_width(self) -> float:
+        """Slots verified per round, the anchor included: mean num_drafted, + 1; 0 where no round has run."""
+        return self.num_drafted_tokens / self.rounds + 1.0 if self.rounds else 0.0
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted candidates / proposed candidates, over all positions."""
         return self.num_accepted_tokens / self.num_drafted_tokens if self.drafted_at else 0.0
@@ -107,6 +112,7 @@ class DecodeStats:
             "num_drafted_tokens": self.num_drafted_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "acceptance_length": self.acceptance_length,
+            "mean_width": self.mean_width,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position,
             "conditional_acceptance": self.conditional_acceptance,

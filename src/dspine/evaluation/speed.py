@@ -40,6 +40,7 @@ class SpeedReport:
     rounds: int
     speedup: float
     acceptance_length: float
+    mean_width: float = 0.0  # slots per round; 0 in results from before it was recorded
     identical: bool | None
     plain_tok_per_s: float
     spec_tok_per_s: float
@@ -110,6 +111,7 @@ def _speed_report(
         rounds=total.rounds // repeats,
         speedup=_median_ratio(spec, plain),
         acceptance_length=total.acceptance_length,
+        mean_width=total.mean_width,
         identical=_identical_share(plain, spec) == 1.0 if params.is_greedy else None,
         plain_tok_per_s=median(prompt.tok_per_s for prompt in plain),
         spec_tok_per_s=median(prompt.tok_per_s for prompt in spec),
