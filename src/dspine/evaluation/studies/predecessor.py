@@ -20,11 +20,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dspine.evaluation.studies.answers import block_anchors
 from dspine.evaluation.studies.blocks import Context, StudiedDrafter, TrueAnswer
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, answer_key, common, study_rows
+from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import receiver_slots
-from dspine.training.anchors import block_tokens
 from dspine.training.corpus import Answer
 from dspine.training.journal import Row
 
@@ -85,17 +84,14 @@ def study_predecessor(
 
 
 def _measure(studied: StudiedDrafter, answer: Answer, settings: BlockSettings) -> Row:
-    anchors = block_anchors(answer, studied.num_draft_tokens, settings.blocks_per_answer, settings.seed)
-    if not anchors.shape[0]:
+    blocks = sample_blocks(studied, answer, settings)
+    if blocks is None:
         return {"blocks": 0, "slots": {}}
-    truth = studied.read(answer)
-    true = block_tokens(truth.tokens.cpu(), anchors, studied.num_draft_tokens + 1).to(truth.tokens.device)
-    drafted = studied.draft(true[:, 0], truth.context.until(anchors), studied.num_draft_tokens).tokens
-    slots = {
-        str(slot): {name: hits.int().tolist() for name, hits in slot_hits(studied, truth, anchors, true, drafted, slot).items()}
-        for slot in receiver_slots(studied.num_draft_tokens)
-    }
-    return {"blocks": anchors.shape[0], "slots": slots}
+    slots: Row = {}
+    for slot in receiver_slots(studied.num_draft_tokens):
+        hits = slot_hits(studied, blocks.truth, blocks.anchors, blocks.true, blocks.drafted.tokens, slot)
+        slots[str(slot)] = {name: found.int().tolist() for name, found in hits.items()}
+    return {"blocks": blocks.anchors.shape[0], "slots": slots}
 
 
 def slot_hits(

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspine.errors import UserError
-from dspine.evaluation.studies.answers import block_anchors, check_disjoint
+from dspine.evaluation.studies.answers import check_disjoint
 from dspine.evaluation.studies.blocks import StudiedDrafter
 from dspine.evaluation.studies.probe import Examples, FitSettings, Fitted, Probe, fit_probe, hits
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, StudyRows, answer_key, common, study_rows
+from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import SlotRange, slot_groups
 from dspine.modules.losses import DraftHead
-from dspine.training.anchors import block_tokens
 from dspine.training.corpus import Answer
 from dspine.training.journal import Row, storage_errors
 
@@ -127,13 +127,8 @@ class BlockStates:
 
 def block_states(studied: StudiedDrafter, answer: Answer, settings: BlockSettings) -> BlockStates | None:
     """Draft the answer's blocks; None where it is too short for one."""
-    anchors = block_anchors(answer, studied.num_draft_tokens, settings.blocks_per_answer, settings.seed)
-    if not anchors.shape[0]:
-        return None
-    truth = studied.read(answer)
-    true = block_tokens(truth.tokens.cpu(), anchors, studied.num_draft_tokens + 1).to(truth.tokens.device)
-    drafted = studied.draft(true[:, 0], truth.context.until(anchors), studied.num_draft_tokens)
-    return BlockStates(drafted.states, true[:, 1:], drafted.tokens)
+    blocks = sample_blocks(studied, answer, settings)
+    return None if blocks is None else BlockStates(blocks.drafted.states, blocks.true[:, 1:], blocks.drafted.tokens)
 
 
 def _probes(

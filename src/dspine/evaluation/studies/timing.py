@@ -18,11 +18,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from dspine.evaluation.studies.answers import block_anchors
 from dspine.evaluation.studies.blocks import StudiedDrafter, TrueAnswer
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, answer_key, common, study_rows
+from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import middle_anchor
-from dspine.training.anchors import block_tokens
 from dspine.training.corpus import Answer
 from dspine.training.journal import Row
 
@@ -83,15 +82,13 @@ def study_timing(
 
 
 def _measure(studied: StudiedDrafter, answer: Answer, settings: BlockSettings) -> Row:
-    anchors = block_anchors(answer, studied.num_draft_tokens, settings.blocks_per_answer, settings.seed)
-    if not anchors.shape[0]:
+    blocks = sample_blocks(studied, answer, settings)
+    if blocks is None:
         return {"changed": [], "correct": {}}
-    truth = studied.read(answer)
-    true = block_tokens(truth.tokens.cpu(), anchors, studied.num_draft_tokens + 1).to(truth.tokens.device)
-    drafted = studied.draft(true[:, 0], truth.context.until(anchors), studied.num_draft_tokens).tokens
     slot = middle_anchor(studied.num_draft_tokens)
-    changed = (drafted[:, : slot - 1] != true[:, 1:slot]).any(-1)
-    correct = correct_tokens(studied, truth, anchors, true, drafted[:, : slot - 1])
+    prefix = blocks.drafted.tokens[:, : slot - 1]
+    changed = (prefix != blocks.true[:, 1:slot]).any(-1)
+    correct = correct_tokens(studied, blocks.truth, blocks.anchors, blocks.true, prefix)
     return {"changed": changed.int().tolist(), "correct": {name: counts.tolist() for name, counts in correct.items()}}
 
 
