@@ -12,11 +12,11 @@ import pytest
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.base import BlockDrafter
+from dspine.drafters.checkpoint import drafter_sha256
 from dspine.errors import UserError
-from dspine.evaluation.acceptance import AcceptanceReport, EngineMeter, measure, measure_into
+from dspine.evaluation.acceptance import AcceptanceReport, EngineMeter, measure
 from dspine.evaluation.benchmarks import Benchmark
 from dspine.evaluation.resume import result_name
-from dspine.evaluation.settings import drafter_sha256
 from dspine.targets.model import Target
 
 BENCHMARK = Benchmark("little", (("first", "and then?"), ("second",), ("third",)))
@@ -38,10 +38,10 @@ def test_a_stopped_measurement_goes_on_and_gives_the_same_report(meter: EngineMe
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_into(file, meter, BENCHMARK, PARAMS, on_result=stop)
+        measure(meter, BENCHMARK, PARAMS, file=file, on_result=stop)
     assert not file.exists()
     told: list[int] = []
-    report = measure_into(file, meter, BENCHMARK, PARAMS, on_result=lambda result: told.append(result.index))
+    report = measure(meter, BENCHMARK, PARAMS, file=file, on_result=lambda result: told.append(result.index))
     assert sorted(told) == [0, 1, 2]
     whole = measure(meter, BENCHMARK, PARAMS)
     assert replace(report, machine={}) == replace(whole, machine={})
@@ -49,9 +49,9 @@ def test_a_stopped_measurement_goes_on_and_gives_the_same_report(meter: EngineMe
 
 
 def test_a_finished_measurement_is_read(meter: EngineMeter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = measure_into(tmp_path / "r.json", meter, BENCHMARK, PARAMS)
+    report = measure(meter, BENCHMARK, PARAMS, file=tmp_path / "r.json")
     monkeypatch.setattr(EngineMeter, "results", lambda *a: pytest.fail("nothing is left to decode"))
-    again = measure_into(tmp_path / "r.json", meter, replace(BENCHMARK, source="elsewhere"), PARAMS)
+    again = measure(meter, replace(BENCHMARK, source="elsewhere"), PARAMS, file=tmp_path / "r.json")
     assert again == report
     assert isinstance(again, AcceptanceReport)
 
@@ -61,16 +61,16 @@ def test_another_measurements_file_is_refused(meter: EngineMeter, tmp_path: Path
     file = tmp_path / "r.json"
     if stopped:
         with pytest.raises(KeyboardInterrupt):
-            measure_into(file, meter, BENCHMARK, PARAMS, on_result=lambda result: _interrupt())
+            measure(meter, BENCHMARK, PARAMS, file=file, on_result=lambda result: _interrupt())
     else:
-        measure_into(file, meter, BENCHMARK, PARAMS)
+        measure(meter, BENCHMARK, PARAMS, file=file)
     with pytest.raises(
         UserError, match=r"r\.json.* was measured with max_new_tokens = 10, this one has 9; choose another output"
     ):
-        measure_into(file, meter, BENCHMARK, replace(PARAMS, max_new_tokens=9))
+        measure(meter, BENCHMARK, replace(PARAMS, max_new_tokens=9), file=file)
     other = replace(BENCHMARK, conversations=(*BENCHMARK.conversations[:2], ("other",)))
     with pytest.raises(UserError, match="was measured with prompts_sha256 = "):
-        measure_into(file, meter, other, PARAMS)
+        measure(meter, other, PARAMS, file=file)
 
 
 def _interrupt() -> None:
@@ -82,18 +82,18 @@ def test_a_foreign_file_is_not_overwritten(content: str, meter: EngineMeter, tmp
     file = tmp_path / "r.json"
     file.write_text(content)
     with pytest.raises(UserError, match=r"r\.json (is no result of this command|was measured with)"):
-        measure_into(file, meter, BENCHMARK, PARAMS)
+        measure(meter, BENCHMARK, PARAMS, file=file)
     assert file.read_text() == content
 
 
 def test_a_damaged_result_is_refused(meter: EngineMeter, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    measure_into(file, meter, BENCHMARK, PARAMS)
+    measure(meter, BENCHMARK, PARAMS, file=file)
     data = json.loads(file.read_text())
     del data["rounds"]
     file.write_text(json.dumps(data))
     with pytest.raises(UserError, match="is no result of this command; choose another output, or remove that file"):
-        measure_into(file, meter, BENCHMARK, PARAMS)
+        measure(meter, BENCHMARK, PARAMS, file=file)
 
 
 def test_drafters_are_told_apart_by_weights_and_options(tiny_target: Target, make_drafter: MakeDrafter) -> None:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from dspine.commands.main import run
 from dspine.decoding.sampling import SamplingParams
 from dspine.errors import UserError
-from dspine.evaluation.acceptance import AcceptanceReport, measure, measure_into
+from dspine.evaluation.acceptance import AcceptanceReport, measure
 from dspine.evaluation.benchmarks import Benchmark
 from dspine.evaluation.served import OpenAIServer, ServerMeter, SGLangServer, sglang_counts
 from dspine.targets.model import Target
 from dspine.training.chat import ChatFormat
 from dspine.training.endpoint import ChatEndpoint
 
-Start = Callable[[str], Any]
+from .counting_server import CountingServer, counting_server
+
+Start = Callable[[str], CountingServer]
 BENCHMARK = Benchmark("little", (("one", "two"), ("three",)))
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=8, seed=0)
 
 
-def endpoint(server: Any) -> ChatEndpoint:
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with ExitStack() as servers:
+        yield lambda dialect: servers.enter_context(counting_server(dialect))
+
+
+def endpoint(server: CountingServer) -> ChatEndpoint:
     return ChatEndpoint(url=server.url, model="tiny", retries=0)
 
 
@@ -36,8 +47,8 @@ def check_counts(report: AcceptanceReport) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "dspine"])
-def test_counters_before_and_after_every_answer(stub_server: Start, dialect: str) -> None:
-    server = stub_server(dialect)
+def test_counters_before_and_after_every_answer(start: Start, dialect: str) -> None:
+    server = start(dialect)
     report = measure(ServerMeter(OpenAIServer(endpoint(server)), "mine", thinking=False), BENCHMARK, PARAMS)
     check_counts(report)
     assert report.acceptance_by_position == (1.0, 0.5, 0.0)
@@ -54,8 +65,8 @@ def test_counters_before_and_after_every_answer(stub_server: Start, dialect: str
     assert [r["seed"] for r in (first, second, third)] == [0, 1, 64], "the seeds that the engine would use"
 
 
-def test_sglang_tells_counts_in_its_replies(stub_server: Start, tiny_target: Target) -> None:
-    server, chat = stub_server("sglang"), ChatFormat.of(tiny_target)
+def test_sglang_tells_counts_in_its_replies(start: Start, tiny_target: Target) -> None:
+    server, chat = start("sglang"), ChatFormat.of(tiny_target)
     report = measure(ServerMeter(SGLangServer(endpoint(server), chat), "mine"), BENCHMARK, PARAMS)
     check_counts(report)
     assert report.acceptance_by_position == (), "not told, so not invented"
@@ -72,15 +83,15 @@ def test_sglangs_names_differ_between_releases() -> None:
     assert (named.num_drafted_tokens, new.num_drafted_tokens) == (6, 6)
 
 
-def test_a_server_that_does_not_draft_is_refused(stub_server: Start, tiny_target: Target) -> None:
-    server = stub_server("sglang")
+def test_a_server_that_does_not_draft_is_refused(start: Start, tiny_target: Target) -> None:
+    server = start("sglang")
     del server.meta_info["spec_verify_ct"]
     with pytest.raises(UserError, match="does not answer like SGLang while it drafts"):
         measure(ServerMeter(SGLangServer(endpoint(server), ChatFormat.of(tiny_target)), "m"), BENCHMARK, PARAMS)
 
 
-def test_other_clients_are_noticed(stub_server: Start) -> None:
-    server = stub_server("vllm")
+def test_other_clients_are_noticed(start: Start) -> None:
+    server = start("vllm")
     server.foreign_rounds = 50
     with pytest.raises(UserError, match="counted 52 rounds and 3 accepted tokens during an answer of 6 tokens: something else"):
         measure(ServerMeter(OpenAIServer(endpoint(server)), "m"), BENCHMARK, PARAMS)
@@ -89,19 +100,36 @@ def test_other_clients_are_noticed(stub_server: Start) -> None:
         measure(ServerMeter(OpenAIServer(endpoint(server)), "m"), BENCHMARK, PARAMS)
 
 
-def test_an_interrupted_measurement_asks_only_for_the_rest(stub_server: Start, tmp_path: Path) -> None:
-    server, file = stub_server("vllm"), tmp_path / "r.json"
+def test_an_interrupted_measurement_asks_only_for_the_rest(start: Start, tmp_path: Path) -> None:
+    server, file = start("vllm"), tmp_path / "r.json"
     meter = ServerMeter(OpenAIServer(endpoint(server)), "m")
 
     def stop(result: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_into(file, meter, BENCHMARK, PARAMS, on_result=stop)
+        measure(meter, BENCHMARK, PARAMS, file=file, on_result=stop)
     assert [f.name for f in tmp_path.iterdir()] == ["r.json.partial"]
     asked = len(server.requests)
-    check_counts(measure_into(file, meter, BENCHMARK, PARAMS))
+    check_counts(measure(meter, BENCHMARK, PARAMS, file=file))
     assert [r["messages"][0]["content"] for r in server.requests[asked:]] == ["three"]
-    check_counts(measure_into(file, meter, BENCHMARK, PARAMS))
+    check_counts(measure(meter, BENCHMARK, PARAMS, file=file))
     assert len(server.requests) == 3, "a finished result is read"
     assert [f.name for f in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_the_command_measures_a_server(
+    start: Start, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n{"turns": ["b", "c"]}\n')
+    tiny_target.config.save_pretrained(tmp_path / "target")
+    tiny_target.tokenizer.save_pretrained(tmp_path / "target")
+    command = ["eval", "acceptance", "--prompts", str(tmp_path / "prompts.jsonl"), "--model", "tiny", "--endpoint"]
+    assert run([*command, start("vllm").url, "--drafter", "eagle3"]) == 0
+    data = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (data["acceptance_length"], data["drafter"], data["target"], data["rounds"]) == (2.5, "eagle3", "tiny", 6)
+    assert run([*command, start("sglang").url, "--sglang", "--target", str(tmp_path / "target")]) == 0
+    out = capsys.readouterr().out
+    assert "the server does not tell positions" in out
+    data = json.loads(out.splitlines()[-1])
+    assert (data["acceptance_length"], data["drafter"], len(data["chat_template_sha256"])) == (2.5, "server", 16)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from dspine.errors import UserError
 from dspine.evaluation.spec_counters import SpecCounts, parse_counters, read_counters, settled_counters
 
+from .counting_server import CountingServer, counting_server
+
+Start = Callable[[str], CountingServer]
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
@@ -26,6 +29,13 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",pos
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 60.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 20.0
 """
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with ExitStack() as servers:
+        yield lambda dialect: servers.enter_context(counting_server(dialect))
 
 
 def test_vllms_page() -> None:
@@ -70,8 +80,8 @@ def test_what_happened_between_two_readings() -> None:
     assert SpecCounts().acceptance_length == 0
 
 
-def test_errors_are_one_sentence(stub_server: Callable[[str], Any]) -> None:
-    root = stub_server("sglang").url.removesuffix("/v1")
+def test_errors_are_one_sentence(start: Start) -> None:
+    root = start("sglang").url.removesuffix("/v1")
     with pytest.raises(UserError, match=r"has no counters of accepted draft tokens: .*--sglang"):
         read_counters(root + "/metrics")
     with pytest.raises(UserError, match=r"cannot read .*/nothing \(HTTP Error 404.*; start the server with its metrics"):
@@ -80,8 +90,8 @@ def test_errors_are_one_sentence(stub_server: Callable[[str], Any]) -> None:
         read_counters("http://127.0.0.1:9/metrics")
 
 
-def test_counters_are_read_until_they_rest(stub_server: Callable[[str], Any]) -> None:
-    server = stub_server("vllm")
+def test_counters_are_read_until_they_rest(start: Start) -> None:
+    server = start("vllm")
     late = iter([1, 2])
 
     def work(seconds: float) -> None:

@@ -181,9 +181,9 @@ def quality(
 ) -> None:
     """Show that speed costs no quality: texts and scores with and without the drafter.
 
-    Greedy texts are compared token for token, which needs no reference answers. GSM8K and MATH-500 are scored by their final answer,
-    HumanEval and MBPP by pass@1, where the benchmark's file or the hub has the references; the programs that the model wrote run
-    in a process of their own with limits on time and memory, without a network where the system allows it.
+    Greedy texts are compared token for token, which needs no reference answers. GSM8K and MATH-500 are scored by their final
+    answer, HumanEval and MBPP by pass@1, where the benchmark's file or the hub has the references; the programs that the model
+    wrote run in a process of their own with limits on time and memory, without a network where the system allows it.
 
     Examples:
 

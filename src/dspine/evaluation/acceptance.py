@@ -9,7 +9,7 @@ engine here, a server in `evaluation.served`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -126,35 +126,24 @@ def measure(
     benchmark: Benchmark,
     params: SamplingParams,
     *,
-    done: Sequence[ConversationResult] = (),
+    file: Path | None = None,
     on_result: Callable[[ConversationResult], None] = lambda result: None,
 ) -> AcceptanceReport:
-    """The report over all conversations, those `done` before included; `on_result` is told of each that is decoded now.
+    """The report over all conversations; `on_result` is told of each as it is finished.
 
-    Raises UserError when nothing was drafted.
+    With `file` the result is kept there; see `evaluation.resume`. Raises UserError when nothing was drafted.
     """
-    settings = meter.settings(benchmark, params)
-    results = {result.index: result for result in done}
-    for result in meter.results(benchmark, params, tuple(results)):
-        results[result.index] = result
-        on_result(result)
-    return _report(settings, [results[index] for index in sorted(results)], meter.machine())
-
-
-def measure_into(
-    file: Path,
-    meter: Meter,
-    benchmark: Benchmark,
-    params: SamplingParams,
-    *,
-    on_result: Callable[[ConversationResult], None] = lambda result: None,
-) -> AcceptanceReport:
-    """The same with its result in `file`; see `evaluation.resume`."""
     settings = meter.settings(benchmark, params)
 
     def run(done: list[ConversationResult], keep: Callable[[ConversationResult], None]) -> AcceptanceReport:
-        return measure(meter, benchmark, params, done=done, on_result=keep)
+        results = {result.index: result for result in done}
+        for result in meter.results(benchmark, params, tuple(results)):
+            results[result.index] = result
+            keep(result)
+        return _report(settings, [results[index] for index in sorted(results)], meter.machine())
 
+    if file is None:
+        return run([], on_result)
     return resumed(file, AcceptanceReport, ConversationResult, settings, run, on_result)
 
 

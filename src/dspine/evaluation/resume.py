@@ -7,7 +7,7 @@ by one rename. A file that was measured otherwise is refused, not overwritten.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from dspine.errors import UserError
 from dspine.evaluation.settings import RunSettings
 from dspine.files import write_text
-from dspine.training.journal import Journal, partial_file
+from dspine.training.journal import Journal, partial_file, storage_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +92,24 @@ def finished(file: Path, kind: type[Report], settings: RunSettings) -> Report | 
 def result_name(benchmark: str, temperature: float) -> str:
     """The file of one benchmark at one temperature in a folder of results."""
     return f"{benchmark}-T{temperature:g}.json"
+
+
+def result_files(output: Path | None, benchmarks: Sequence[str], temperatures: Sequence[float]) -> dict[tuple[str, float], Path]:
+    """Where each (benchmark, temperature) goes: into folder `output`, made if need be, or, a single one, into a .json file.
+
+    Empty without `output`. Raises UserError where nothing can be written.
+    """
+    if output is None:
+        return {}
+    wanted = [(benchmark, temperature) for benchmark in benchmarks for temperature in temperatures]
+    if len(set(wanted)) < len(wanted):
+        raise UserError("a temperature is given twice; its results would be the same")
+    if output.suffix != ".json":
+        with storage_errors(output):
+            output.mkdir(parents=True, exist_ok=True)
+        return {(benchmark, temperature): output / result_name(benchmark, temperature) for benchmark, temperature in wanted}
+    if output.is_dir() or not output.parent.is_dir():
+        raise UserError(f"cannot write {output}: it is a folder or its folder does not exist")
+    if len(wanted) > 1:
+        raise UserError(f"{len(wanted)} results do not go into the one file {output}; give a folder")
+    return {wanted[0]: output}

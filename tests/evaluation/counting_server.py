@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import pytest
 
-
-class StubServer(ThreadingHTTPServer):
+class CountingServer(ThreadingHTTPServer):
     """Every answer takes two rounds of three drafted tokens, of which two and one are accepted: five tokens and the first.
 
     `page()` renders the counters; `foreign_rounds` is what another client adds during each answer.
@@ -20,7 +19,7 @@ class StubServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, dialect: str) -> None:
-        super().__init__(("127.0.0.1", 0), StubHandler)
+        super().__init__(("127.0.0.1", 0), CountingHandler)
         self.dialect, self.answers, self.foreign_rounds = dialect, 0, 0
         self.requests: list[dict[str, Any]] = []
         self.meta_info = {"completion_tokens": 6, "spec_verify_ct": 2, "spec_accept_token_num": 3, "spec_draft_token_num": 6}
@@ -48,14 +47,14 @@ class StubServer(ThreadingHTTPServer):
         return "\n".join(["# TYPE unrelated gauge", "unrelated 3", *lines]) + "\n"
 
 
-class StubHandler(BaseHTTPRequestHandler):
+class CountingHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        assert isinstance(self.server, StubServer)
+        assert isinstance(self.server, CountingServer)
         self._reply(self.server.page().encode() if self.path == "/metrics" else b"", 200 if self.path == "/metrics" else 404)
 
     def do_POST(self) -> None:
         server = self.server
-        assert isinstance(server, StubServer)
+        assert isinstance(server, CountingServer)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append({"path": self.path, **body})
         server.answers += 1
@@ -76,18 +75,13 @@ class StubHandler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def stub_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], StubServer]]:
-    """`stub_server("vllm")`, "dspine" or "sglang" starts one."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    servers: list[StubServer] = []
-
-    def start(dialect: str) -> StubServer:
-        servers.append(StubServer(dialect))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
+@contextmanager
+def counting_server(dialect: str) -> Iterator[CountingServer]:
+    """A running server: "vllm", "dspine" or "sglang"."""
+    server = CountingServer(dialect)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield server
+    finally:
         server.shutdown()
         server.server_close()
