@@ -20,7 +20,7 @@ from dspine.decoding.calibration import (
     survival,
 )
 from dspine.drafters.base import BlockDrafter
-from dspine.drafters.checkpoint import fingerprint, load_drafter, save_drafter
+from dspine.drafters.checkpoint import drafter_sha256, load_drafter, save_drafter
 from dspine.errors import UserError
 from dspine.targets.model import Target
 
@@ -92,6 +92,9 @@ def test_error_measures_by_hand() -> None:
     assert [(b.predicted, b.observed, b.count) for b in found.bins] == [(0.05, 0.5, 2), (pytest.approx(2.9 / 3), 1.0, 3)]
     assert found.ece == pytest.approx((2 * 0.45 + 3 * (1 - 2.9 / 3)) / 5)
     assert found.brier == pytest.approx((0.05**2 + 0.95**2 + 0.08**2 + 0.02**2) / 5)
+    assert found.skill == pytest.approx(1 - found.brier / (0.8 * 0.2))
+    assert reliability(np.full(4, 0.5), np.array([True, False, True, False])).skill == 0
+    assert reliability(np.array([1.0, 0.0]), np.array([True, False])).skill == 1
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -105,13 +108,13 @@ def folder(tiny_target: Target, make_drafter: Callable[..., BlockDrafter], tmp_p
 
 def calibration(mark: str) -> Calibration:
     one = ConfidenceMap(temperature=0.0, slope=(0.5, 0.7), offset=(0.1, -0.3), mean_acceptance=(0.6, 0.5))
-    return Calibration(drafter="dspine", fingerprint=mark, prompts="some", num_prompts=4, maps=(one,))
+    return Calibration(drafter="dspine", drafter_sha256=mark, prompts="some", num_prompts=4, maps=(one,))
 
 
 def test_a_calibration_is_read_back_beside_its_weights(tiny_target: Target, folder: Path) -> None:
     drafter = load_drafter(folder, tiny_target)
     assert load_calibration(drafter) is None
-    written = calibration(fingerprint(folder, drafter.config))
+    written = calibration(drafter_sha256(drafter))
     assert written.write(folder) == folder / FILE
     assert load_calibration(load_drafter(folder, tiny_target)) == written
 
@@ -120,7 +123,7 @@ def test_a_calibration_of_something_else_is_refused(
     tiny_target: Target, make_drafter: Callable[..., BlockDrafter], folder: Path
 ) -> None:
     drafter = load_drafter(folder, tiny_target)
-    calibration(fingerprint(folder, drafter.config)).write(folder)
+    calibration(drafter_sha256(drafter)).write(folder)
     with pytest.raises(UserError, match="was fitted to other weights or options of the drafter"):
         load_calibration(load_drafter(folder, tiny_target, options={"num_candidates": 2}))
     kept = (folder / FILE).read_text()

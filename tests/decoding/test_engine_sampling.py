@@ -169,7 +169,7 @@ def scheduled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One row, so that each decision is its own, and costs at which about half of the slots are worth verifying."""
     monkeypatch.setattr(Engine, "_time_forward", lambda engine, tokens: 1.0 + 0.4 * tokens)
     as_it_is = ConfidenceMap(temperature=1.0, slope=(1.0,) * 3, offset=(0.0,) * 3, mean_acceptance=(0.5,) * 3)
-    calibration = Calibration(drafter="any", fingerprint="", prompts="none", num_prompts=0, maps=(as_it_is,))
+    calibration = Calibration(drafter="any", drafter_sha256="", prompts="none", num_prompts=0, maps=(as_it_is,))
     return Engine(engine.target, engine.drafter, max_rows=1, width="confidence", calibration=calibration)
 
 

@@ -76,14 +76,14 @@ def print_report(report: CalibrationReport) -> None:
 
     title = f"{report.drafter} on {report.prompts}: {report.num_prompts} prompts, a quarter of them held out"
     table = Table(title=title, title_justify="left")
-    for column in ("T", "probability of", "predictions", "ECE before", "after", "Brier before", "after"):
+    for column in ("T", "probability of", "predictions", "ECE before", "after", "Brier before", "after", "skill before", "after"):
         table.add_column(column, justify="left" if column == "probability of" else "right")
     for t in report.temperatures:
         for what, before, after in (
             ("a token, all before it accepted", t.before.acceptance, t.after.acceptance),
             ("a token and all before it", t.before.survival, t.after.survival),
         ):
-            numbers = (before.ece, after.ece, before.brier, after.brier)
-            table.add_row(f"{t.temperature:g}", what, str(before.count), *(f"{n:.4f}" for n in numbers))
+            numbers = (before.ece, after.ece, before.brier, after.brier, before.skill, after.skill)
+            table.add_row(f"{t.temperature:g}", what, str(before.count), *(f"{n:.3f}" for n in numbers))
     stdout_console().print(table)
     print_json_line(report.to_dict())

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.base import BlockDrafter
-from dspine.drafters.checkpoint import fingerprint
+from dspine.drafters.checkpoint import drafter_sha256
 from dspine.errors import UserError
 from dspine.files import write_text
 
@@ -83,7 +83,7 @@ class Calibration(BaseModel):
 
     format_version: Literal[1] = 1
     drafter: str
-    fingerprint: str
+    drafter_sha256: str = Field(description="digest of the weights and options that it was fitted to")
     prompts: str = Field(description="name of the prompt file the maps were fitted on")
     num_prompts: int
     maps: tuple[ConfidenceMap, ...] = Field(min_length=1)
@@ -116,7 +116,7 @@ def load_calibration(drafter: BlockDrafter) -> Calibration | None:
         calibration = Calibration.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise UserError(f"{file} is damaged; run `dspine calibrate` again") from error
-    if calibration.fingerprint != fingerprint(drafter.folder, drafter.config):
+    if calibration.drafter_sha256 != drafter_sha256(drafter):
         raise UserError(f"{file} was fitted to other weights or options of the drafter; run `dspine calibrate` again")
     return calibration
 
@@ -192,10 +192,15 @@ class Bin(BaseModel):
 
 class Reliability(BaseModel):
     """Expected calibration error (Naeini et al., 2015: mean over predictions of their bin's |predicted - observed|), Brier score
-    (mean squared error against what happened) and the bins of equal width, empty ones left out."""
+    (mean squared error against what happened) and the bins of equal width, empty ones left out.
+
+    `skill` is 1 - Brier score / that of always saying the mean: what is known beyond the mean, so that drafters of unlike
+    acceptance compare. 1 is perfect, 0 is nothing.
+    """
 
     ece: float
     brier: float
+    skill: float
     count: int
     bins: tuple[Bin, ...]
 
@@ -211,7 +216,9 @@ def reliability(predicted: Floats, happened: Bools, num_bins: int = 10) -> Relia
     total = len(predicted)
     ece = sum(bin.count * abs(bin.predicted - bin.observed) for bin in bins) / max(total, 1)
     brier = float(np.mean((predicted - happened) ** 2)) if total else 0.0
-    return Reliability(ece=ece, brier=brier, count=total, bins=tuple(bins))
+    spread = float(np.var(happened)) if total else 0.0
+    skill = 1 - brier / spread if spread else 0.0
+    return Reliability(ece=ece, brier=brier, skill=skill, count=total, bins=tuple(bins))
 
 
 def survival(acceptance: Sequence[float] | Floats) -> Floats:

@@ -118,7 +118,7 @@ class ConfidenceScheduler:
         """Learn from a drafted round: `num_verified` tokens in each row, `num_accepted` of all rows together."""
         self._draft_s.append(draft_s)
         maps = self._maps(params)
-        if maps is None:
+        if maps is None or not all(p.is_greedy for p in params):
             return
         rows = len(maps)
         seconds = statistics.median(self._draft_s) + self._costs.seconds(rows * (num_verified + 1))

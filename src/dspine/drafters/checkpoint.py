@@ -21,7 +21,6 @@ from dspine.errors import UserError
 from dspine.targets.model import Target
 
 WEIGHTS = "model.safetensors"
-FINGERPRINT_PIECES, FINGERPRINT_BYTES = 64, 4096
 
 
 def save_drafter(drafter: BlockDrafter, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -97,21 +96,12 @@ def load_drafter(folder: Path, target: Target, *, options: Mapping[str, int | fl
     return drafter.eval().requires_grad_(False)
 
 
-def fingerprint(folder: Path, config: DrafterConfig) -> str:
-    """16 hex digits that change with a checkpoint's config, its options as loaded and its weights.
-
-    Of the weights it reads pieces only: two trainings differ in nearly every byte. Raises UserError where there are none.
-    """
-    file = folder / WEIGHTS
-    digest = hashlib.sha256(config.model_dump_json().encode())
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as weights:
-            for piece in range(FINGERPRINT_PIECES):
-                weights.seek(piece * size // FINGERPRINT_PIECES)
-                digest.update(weights.read(FINGERPRINT_BYTES))
-    except OSError as error:
-        raise UserError(f"cannot read {file} ({error.strerror})") from error
+def drafter_sha256(drafter: BlockDrafter) -> str:
+    """First 16 hex digits over its config (options as loaded) and its weights, wherever these come from."""
+    digest = hashlib.sha256(drafter.config.model_dump_json().encode())
+    for name, parameter in sorted(drafter.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

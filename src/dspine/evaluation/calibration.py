@@ -23,7 +23,7 @@ from dspine.decoding.calibration import Calibration, ConfidenceMap, Reliability,
 from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
-from dspine.drafters.checkpoint import fingerprint
+from dspine.drafters.checkpoint import drafter_sha256
 from dspine.errors import UserError
 from dspine.evaluation.machine import machine_facts
 from dspine.files import write_text
@@ -125,7 +125,7 @@ def calibrate(
         temperatures=tuple(reports),
         calibration=Calibration(
             drafter=llm.drafter.config.drafter,
-            fingerprint=fingerprint(llm.drafter.folder, llm.drafter.config),
+            drafter_sha256=drafter_sha256(llm.drafter),
             prompts=name,
             num_prompts=len(prompts),
             maps=tuple(maps),

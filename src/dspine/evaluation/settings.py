@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams
-from dspine.drafters.base import BlockDrafter
+from dspine.drafters.checkpoint import drafter_sha256
 from dspine.drafters.config import TargetFacts
 from dspine.errors import UserError
 from dspine.evaluation.benchmarks import Benchmark
@@ -83,12 +80,3 @@ def engine_settings(llm: LLM, benchmark: Benchmark, params: SamplingParams, *, c
 
 def thinking_word(thinking: bool | None) -> Thinking:
     return "" if thinking is None else "on" if thinking else "off"
-
-
-def drafter_sha256(drafter: BlockDrafter) -> str:
-    """First 16 hex digits over its config (options as loaded) and its weights, wherever these come from."""
-    digest = hashlib.sha256(drafter.config.model_dump_json().encode())
-    for name, parameter in sorted(drafter.named_parameters()):
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -30,6 +30,7 @@ from transformers.generation import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspine.api import find_drafter
+from dspine.decoding.calibration import load_calibration
 from dspine.decoding.engine import Engine, Width
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
@@ -101,7 +102,10 @@ class Speculative:
                 raise UserError(f"no drafter ships for {target.name}; name a draft checkpoint")
             if isinstance(self._drafter, BlockDrafter):
                 drafter.config.target.check(target)
-            self._engine = Engine(target, drafter.runner(target), max_rows=self._max_rows, width=self._width)
+            calibration = load_calibration(drafter) if self._width == "confidence" else None
+            self._engine = Engine(
+                target, drafter.runner(target), max_rows=self._max_rows, width=self._width, calibration=calibration
+            )
             self._model = model
         return self._engine
 
