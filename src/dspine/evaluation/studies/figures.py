@@ -76,7 +76,7 @@ def draw_predecessor(result: PredecessorResult, folder: Path) -> tuple[Path, Pat
     axes[0].set_ylabel("accuracy of the slot's token (%)")
     axes[0].set_title(_what(result), fontsize=10, loc="left")
     axes[0].legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    names = ["none", *(condition.name for condition in slots[0].timing)]
+    names = ["none", *(condition.name for condition in slots[0].timing[:-1]), "all"]
     for number, slot in enumerate(slots):
         shares = [_named(slot.content, PREDECESSOR).accuracy_changed, *(c.accuracy_changed for c in slot.timing)]
         _bars(axes[1], number, len(slots), shares, f"slot {slot.slot}")
