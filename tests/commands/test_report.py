@@ -18,7 +18,7 @@ def test_it_prints_the_page_and_names_what_it_left_out(cli: Any, tmp_path: Path)
     outcome = cli("report", results, "--output", tmp_path / "out", "--title", "Ours")
     assert outcome.code == 0
     assert outcome.out == f"{tmp_path / 'out' / 'index.html'}\n"
-    assert outcome.err == "left out: results/notes.json is no result of a dspine command\nSpeed; 0 figure files\n"
+    assert outcome.err == "left out: results/notes.json is no result that the report knows\nSpeed; 0 figure files\n"
     assert "<h1>Ours</h1>" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 

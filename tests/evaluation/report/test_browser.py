@@ -97,7 +97,7 @@ def test_wide_tables_scroll_in_themselves_by_keyboard_too(shown: tuple[Any, list
 def test_figures_fill_their_place_and_can_be_read(shown: tuple[Any, list[str]]) -> None:
     page, _ = shown
     sizes = page.evaluate("[...document.querySelectorAll('figure svg')].map(e => [e.clientWidth, e.clientHeight])")
-    assert len(sizes) == 19
+    assert len(sizes) == 20
     assert all(width >= 250 and height >= 60 for width, height in sizes)
     letters = page.evaluate("[...document.querySelectorAll('figure svg text')].map(e => e.getBoundingClientRect().height)")
     assert min(letters) >= 9, "the height of a line of text, in CSS pixels"

@@ -99,7 +99,7 @@ def test_ids_are_unique(page: Page) -> None:
 
 def test_every_figure_is_described_and_lies_beside_the_page(page: Page, built: Built) -> None:
     figures = page.all("svg")
-    assert len(figures) == len(built.figures) / 2 == 19
+    assert len(figures) == len(built.figures) / 2 == 20
     for figure in figures:
         assert figure["role"] == "img"
         title, description = figure["aria-labelledby"].split()

@@ -53,7 +53,7 @@ def test_rows_of_a_comparison_carry_its_name_and_their_own(comparison: Path) -> 
     [
         ("not json", "is no JSON: Expecting value in line 1"),
         ("[1, 2]", "is no result: a JSON object is expected"),
-        ('{"loss": 3}', "is no result of a dspine command"),
+        ('{"loss": 3}', "is no result that the report knows"),
         ('{"rows": [{"row": ["nested"]}], "gains": []}', "is no valid result: rows.0.row"),
         (b"\xff\xfe\x00", "cannot be read as text"),
     ],

@@ -21,9 +21,13 @@ from dspine.evaluation.machine import command_line, source_revision
 from dspine.evaluation.report.page import Drawing, Section, render_page
 from dspine.evaluation.report.results import Results, read_results
 from dspine.evaluation.report.sections.acceptance import acceptance_section
+from dspine.evaluation.report.sections.breakdown import breakdown_section
 from dspine.evaluation.report.sections.comparison import comparison_section
 from dspine.evaluation.report.sections.positions import positions_section
+from dspine.evaluation.report.sections.predecessor import predecessor_section
+from dspine.evaluation.report.sections.readout import readout_section
 from dspine.evaluation.report.sections.speed import speed_section
+from dspine.evaluation.report.sections.timing import timing_section
 from dspine.evaluation.report.sections.training import training_section
 from dspine.evaluation.report.style import styled
 from dspine.evaluation.report.svg import save_svg
@@ -35,6 +39,10 @@ SECTIONS: tuple[Callable[[Results], Section | None], ...] = (
     acceptance_section,
     positions_section,
     speed_section,
+    breakdown_section,
+    readout_section,
+    timing_section,
+    predecessor_section,
     training_section,
     comparison_section,
 )

@@ -15,7 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from dspine.errors import UserError
 from dspine.evaluation.acceptance import AcceptanceReport
 from dspine.evaluation.batch_speed import BatchReport
+from dspine.evaluation.breakdown import BreakdownReport
 from dspine.evaluation.speed import SpeedReport
+from dspine.evaluation.studies.predecessor import PredecessorResult
+from dspine.evaluation.studies.readout import ReadoutResult
+from dspine.evaluation.studies.timing import TimingResult
 
 Value = Union[str, float, int, None]  # noqa: UP007 - pydantic reads it at run time
 
@@ -45,7 +49,16 @@ class ComparisonTable:
     gains: tuple[dict[str, Value], ...]
 
 
-KINDS: tuple[type[Any], ...] = (AcceptanceReport, SpeedReport, BatchReport, ComparisonTable)
+KINDS: tuple[type[Any], ...] = (
+    AcceptanceReport,
+    SpeedReport,
+    BatchReport,
+    BreakdownReport,
+    ReadoutResult,
+    TimingResult,
+    PredecessorResult,
+    ComparisonTable,
+)
 
 
 def read_result(text: str) -> object:
@@ -58,7 +71,7 @@ def read_result(text: str) -> object:
         raise UserError("is no result: a JSON object is expected")
     kinds = [kind for kind in KINDS if required_fields(kind) <= data.keys()]
     if not kinds:
-        raise UserError("is no result of a dspine command")
+        raise UserError("is no result that the report knows")
     kind = max(kinds, key=lambda kind: len(required_fields(kind)))
     return _validated(TypeAdapter(kind), text)
 

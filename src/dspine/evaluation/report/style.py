@@ -21,6 +21,7 @@ except ImportError as error:
 
 REFERENCE = "dspine"
 WIDTH_IN = 3.6
+TITLE_SIZE = 9.5
 PALETTE = {  # light scheme; page.html.jinja has the dark one under the same names
     "paper": "#fffffe",
     "ink": "#1f2429",
@@ -63,7 +64,7 @@ def styled() -> Iterator[None]:
         "svg.fonttype": "none",  # text stays text: it is read aloud, searched and set in the page's own font
         "svg.hashsalt": "dspine",
         "font.size": 8.5,
-        "axes.titlesize": 9.5,
+        "axes.titlesize": TITLE_SIZE,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
         "axes.edgecolor": PALETTE["rule"],
@@ -98,8 +99,20 @@ def new_axes(height_in: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def legend_above(figure: Figure, axes: Axes) -> None:
-    """A legend over the axes, three names a line; none for a single line, which the title names."""
+def legend_above(figure: Figure, axes: Axes, title: str) -> None:
+    """The title, and below it a legend, three names a line; none for a single line, which the title names."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
-        figure.legend(handles, labels, loc="outside upper left", ncols=3, handlelength=1.6, columnspacing=1.2)
+    if len(handles) < 2:
+        axes.set_title(title)
+        return
+    legend = figure.legend(
+        handles, labels, loc="outside upper left", ncols=3, handlelength=1.6, columnspacing=1.2, title=title, alignment="left",
+        title_fontproperties={"size": TITLE_SIZE, "weight": "bold"}, borderpad=0.1,
+    )  # fmt: skip
+    legend.get_title().set_color(PALETTE["ink"])
+
+
+def slug(*parts: str) -> str:
+    """A file name from the parts that are not empty: lower case, letters, digits, - and _."""
+    text = "-".join(part for part in parts if part).lower()
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)

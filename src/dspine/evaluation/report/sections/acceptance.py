@@ -7,13 +7,13 @@ from itertools import groupby
 
 from dspine.evaluation.report.page import MISSING, Block, Cell, Drawing, Fact, Section, Table
 from dspine.evaluation.report.results import Results
-from dspine.evaluation.report.style import PALETTE, REFERENCE, colour, display, new_axes, styled
+from dspine.evaluation.report.style import PALETTE, REFERENCE, colour, display, new_axes, slug, styled
 from dspine.evaluation.report.taus import Lead, Setting, Tau, by_setting, lead_of, read_taus, reference_of
 
 TEXT = (
     "Acceptance length τ is the mean number of tokens that a verification round yields, the target's own included; plain "
-    "decoding has 1. Whiskers and small numbers are 95 % intervals over prompts. The lead compares DSpine with the strongest "
-    "other drafter on the same prompts, target and settings; its interval draws the same conversations for both."
+    "decoding has 1. Whiskers and small numbers are 95 % intervals over prompts. The lead compares DSpine with the "
+    "strongest other drafter on the same prompts, target and settings; its interval draws the same conversations for both."
 )
 BAR_IN = 0.25
 
@@ -37,8 +37,7 @@ def drawing_name(kind: str, setting: Setting) -> str:
     parts = [kind, setting.collection, setting.benchmark, f"t{setting.temperature:g}"]
     if setting.prompts:
         parts += [setting.target, f"{setting.prompts}x{setting.max_new_tokens}", "" if setting.chat else "plain"]
-    text = "-".join(part for part in parts if part).lower()
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
+    return slug(*parts)
 
 
 def lead_text(lead: Lead) -> str:

@@ -8,8 +8,8 @@ from dspine.evaluation.report.results import Result, Results
 from dspine.evaluation.report.style import display
 
 TEXT = (
-    "Drafters trained on identical data, anchors, order, steps and seed, and decoded in the same engine. Acceptance lengths with "
-    "95 % intervals over prompts; shares are of a round's time."
+    "Drafters trained on identical data, anchors, order, steps and seed, and decoded in the same engine. Acceptance lengths "
+    "with 95 % intervals over prompts; shares are of a round's time."
 )
 LABELS = ("row", "drafter")
 

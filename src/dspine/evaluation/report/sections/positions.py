@@ -14,9 +14,10 @@ from dspine.evaluation.report.style import MARKERS, REFERENCE, colour, display, 
 from dspine.evaluation.report.taus import Setting, Tau, by_setting, read_taus, reference_of
 
 TEXT = (
-    "Conditional acceptance is the share of rounds in which the token at a position stood, among those in which all before it "
-    "stood: what a position adds. Cumulative acceptance is the share of all rounds that came at least that far; its sum plus 1 "
-    "is τ. Curves leave out positions that fewer than 20 rounds came to; the tables have them, with the number of rounds."
+    "Conditional acceptance is the share of rounds in which the token at a position stood, among those in which all before "
+    "it stood: what a position adds. Cumulative acceptance is the share of all rounds that came at least that far; its sum "
+    "plus 1 is τ. Curves leave out positions that fewer than 20 rounds came to; the tables have them, with the number of "
+    "rounds."
 )
 LEAST_ROUNDS = 20  # a share of fewer is noise that the eye would take for a trend
 KINDS = {"conditional": "accepted, given all before", "cumulative": "accepted, with all before"}
@@ -71,8 +72,7 @@ def _curves(setting: Setting, kind: str, taus: list[tuple[Tau, AcceptanceReport]
         axes.set_xlabel("draft position")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.set_title(f"{display(setting.benchmark)}: {KINDS[kind]}")
-        legend_above(figure, axes)
+        legend_above(figure, axes, f"{display(setting.benchmark)}: {KINDS[kind]}")
     description = "; ".join(f"{display(tau.row)} " + ", ".join(f"{s:.0%}" for s in _shares(r, kind)) for tau, r in taus)
     title = f"{display(setting.benchmark)}, T = {setting.temperature:g}: {KINDS[kind]}, by draft position"
     return Drawing(drawing_name(kind, setting), title, f"{description}.", figure)

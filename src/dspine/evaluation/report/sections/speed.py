@@ -9,8 +9,8 @@ from dspine.evaluation.report.style import REFERENCE, display
 from dspine.evaluation.speed import SpeedReport
 
 TEXT = (
-    "Tokens per second of one answer after the other, prefill included: medians over prompts. Plain and speculative decoding "
-    "took turns in one process. Speed-up is the median over prompts of the ratio of the two."
+    "Tokens per second of one answer after the other, prefill included: medians over prompts. Plain and speculative "
+    "decoding took turns in one process. Speed-up is the median over prompts of the ratio of the two."
 )
 
 

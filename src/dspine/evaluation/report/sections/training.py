@@ -8,8 +8,9 @@ from dspine.evaluation.report.results import Result, Results
 from dspine.evaluation.report.style import MARKERS, REFERENCE, colour, display, legend_above, new_axes, styled
 
 TEXT = (
-    "Teacher-forced acceptance length on held-out answers while a drafter trains: true context, chosen tokens compared with the "
-    "target's own greedy answer. It follows the decoded acceptance length and is cheap enough to be measured during training."
+    "Teacher-forced acceptance length on held-out answers while a drafter trains: true context, chosen tokens compared with "
+    "the target's own greedy answer. It follows the decoded acceptance length and is cheap enough to be measured during "
+    "training."
 )
 
 
@@ -43,8 +44,7 @@ def _drawing(collection: str, curves: list[Result[Curve]]) -> Drawing:
             seen.add(drafter)
         axes.set_xlabel("step")
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_title("Held-out acceptance length" if len(curves) > 1 else f"Held-out acceptance length: {curves[0].row}")
-        legend_above(figure, axes)
+        legend_above(figure, axes, "Held-out acceptance length" if len(curves) > 1 else f"Held-out τ: {curves[0].row}")
     ends = "; ".join(
         f"{display(c.row)} from {c.data.points[0].acceptance_length:.2f} at step {c.data.points[0].step:,} "
         f"to {c.data.points[-1].acceptance_length:.2f} at step {c.data.points[-1].step:,}"
