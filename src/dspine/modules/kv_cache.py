@@ -64,7 +64,7 @@ class KVCache:
             data[: index.rows, :, start : start + index.width] = kv.transpose(1, 2)
         else:
             data[index.row_ids, :, index.positions] = kv
-        keys, values = data[: index.rows, :, : index.visible].split(self.kv_heads, 1)
+        keys, values = data[: index.rows, :, : index.visible].chunk(2, 1)
         return keys, values
 
     @torch.inference_mode()  # `reserve` may have run inside a forward, which leaves inference tensors here
