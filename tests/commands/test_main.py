@@ -13,7 +13,19 @@ from dspine.commands import main as main_module
 from dspine.commands.main import run
 from dspine.errors import UserError
 
-COMMANDS = ("generate", "bench speed", "bench batch", "eval acceptance", "data", "train", "report", "info", "drafters")
+COMMANDS = (
+    "generate",
+    "bench speed",
+    "bench batch",
+    "bench breakdown",
+    "bench throughput",
+    "eval acceptance",
+    "data",
+    "train",
+    "report",
+    "info",
+    "drafters",
+)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:

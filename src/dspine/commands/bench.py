@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from dspine.commands.bench_batch import batch
 from dspine.commands.bench_breakdown import breakdown
 from dspine.commands.bench_speed import speed
+from dspine.commands.bench_throughput import throughput
 from dspine.commands.console import show_help_without_command
 
 
@@ -34,3 +35,4 @@ def group(context: typer.Context) -> None:
 app.command()(speed)
 app.command()(batch)
 app.command()(breakdown)
+app.command()(throughput)

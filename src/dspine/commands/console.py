@@ -61,6 +61,16 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
         yield lambda done: progress.advance(task, done)
 
 
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Ctrl-C: say how to go on, exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("interrupted; give the same command again to continue")
+        raise typer.Exit(130) from None
+
+
 def show_help_without_command(context: typer.Context) -> None:
     """For the callback of a group: alone, it prints what the group can do."""
     if context.invoked_subcommand is None:

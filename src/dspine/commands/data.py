@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspine.commands import options
-from dspine.commands.console import note, progress_bar, waiting
+from dspine.commands.console import note, progress_bar, resumable, waiting
 from dspine.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ def regenerate(
         )
         collected = collect_prompts(prompts, options.parse_limit(limit))
         chat, answerer = _served(endpoint, model, target) if endpoint else _local(_load(target, device, dtype))
-    with _resumable(), progress_bar("answers", len(collected)) as advance:
+    with resumable(), progress_bar("answers", len(collected)) as advance:
         summary = run(collected, answerer, chat, output, settings, advance)
     note(
         f"left out: {summary.duplicates} duplicates, {summary.too_long} too long, {summary.refused} refused; "
@@ -125,7 +123,7 @@ def synthesize(
             typer.echo(f"{output}: {count} prompts already; nothing to do")
             return
         loaded = _load(target, device, dtype)
-    with _resumable(), progress_bar("prompts", count) as advance:
+    with resumable(), progress_bar("prompts", count) as advance:
         summary = run(loaded, output, settings, advance)
     parts = ", ".join(f"{number} {kind}" for kind, number in summary.by_kind.items())
     if summary.total < count:
@@ -154,13 +152,3 @@ def _served(url: str, model: str, target: str) -> tuple[ChatFormat, Answerer]:
     endpoint = ChatEndpoint(url=url, model=model, api_key=os.environ.get("OPENAI_API_KEY", ""))
     chat = ChatFormat.load(target)
     return chat, EndpointAnswerer(endpoint, chat)
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """Ctrl-C: say how to go on, exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("interrupted; give the same command again to continue")
-        raise typer.Exit(130) from None

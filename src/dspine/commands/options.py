@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -76,6 +76,19 @@ def parse_limit(limit: int) -> int | None:
     if limit < 0:
         raise UserError(f"limit = {limit}: give the number of prompts to use, or 0 for all of them")
     return limit or None
+
+
+def parse_named(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE of each text that `option` was given; a VALUE that is a name itself needs none. Raises UserError."""
+    named: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if "/" in name:
+            raise UserError(f"{option} {text} has no name to tell it by; give {option} NAME={text}")
+        if name in named:
+            raise UserError(f"two are called {name}; give them names: {option} NAME={value or name}")
+        named[name] = value if equals else name
+    return named
 
 
 def check_output(output: Path | None) -> None:
