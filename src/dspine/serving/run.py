@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from contextlib import ExitStack
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,15 +17,17 @@ BACKLOG = 2048
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, not yet listening; port 0 takes a free one. Raises UserError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UserError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port") from error
-    return bound
+    with ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = undo.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            undo.pop_all()
+            return bound
+        except (OSError, OverflowError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise UserError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port") from error
 
 
 def url_of(bound: socket.socket) -> str:
