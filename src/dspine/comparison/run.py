@@ -26,6 +26,7 @@ from dspine.errors import UserError
 from dspine.evaluation.acceptance import measure_acceptance
 from dspine.evaluation.benchmarks import Benchmark, first_turns, load_benchmark
 from dspine.evaluation.breakdown import measure_breakdown
+from dspine.evaluation.resume import result_name
 from dspine.evaluation.speed import measure_speed
 from dspine.files import write_text
 from dspine.targets.model import Target
@@ -180,7 +181,7 @@ def time_row(plan: Plan, name: str, folder: Path, llm: LLM, benchmark: Benchmark
 
 
 def result_file(folder: Path, benchmark: str, temperature: float) -> Path:
-    return folder / f"{benchmark}-T{temperature:g}.json"
+    return folder / result_name(benchmark, temperature)
 
 
 def _drafter(output: Path, plan: Plan, name: str, target: Target) -> BlockDrafter:
