@@ -117,7 +117,7 @@ def test_every_figure_is_described_and_lies_beside_the_page(page: Page, built: B
 
 def test_every_number_of_the_results_is_in_a_table_with_its_source(page: Page) -> None:
     rows = [[" ".join(cell.split()) for cell in row] for row in page.rows]
-    assert ["DSpine", "2.8732.77 to 2.98", "1.7871.62 to 1.98", "1.66111.56 to 1.77"] in rows
+    assert ["DSpinewidth 8", "2.8732.77 to 2.98", "1.7871.62 to 1.98", "1.66111.56 to 1.77"] in rows
     assert next(row[:2] for row in rows if row[0] == "lead") == ["lead", "+22.1%1,3+20.2% to +24.0%, over DFlash"]
     conditional = next(row for row in rows if row[:2] == ["GSM8K", "DSpine3"])
     assert conditional[2:4] == ["67.6%of 5,372", "66.7%of 3,634"]
@@ -140,6 +140,12 @@ def test_all_rows_of_a_table_are_as_long_as_its_head(page: Page) -> None:
         assert len(lengths) == 1, table[:200]
 
 
+def test_settings_that_differ_have_figures_of_their_own(make_acceptance: Make, tmp_path: Path) -> None:
+    files = [make_acceptance("a.json"), make_acceptance("b.json", prompts_sha256="abcdef0123456789")]
+    built = build_report(files, tmp_path / "out")
+    assert len(set(built.figures)) == len(built.figures) == 2 * 3 * 2
+
+
 def test_sections_without_results_are_left_out(make_acceptance: Make, tmp_path: Path) -> None:
     built = build_report([make_acceptance("only.json")], tmp_path / "out")
     assert built.sections == ("Acceptance length", "Acceptance by position")
@@ -153,7 +159,7 @@ def test_a_comparison(comparison: Path, tmp_path: Path) -> None:
     assert built.sections == ("Acceptance length", "Acceptance by position", "Training", "Comparisons")
     page = Page(built.page)
     rows = [[" ".join(cell.split()) for cell in row] for row in page.rows]
-    assert any(row[0] == "dspine-k4" and row[1].startswith("2.50") for row in rows)
+    assert any(row[0] == "dspine-k4width 8" and row[1].startswith("2.50") for row in rows)
     assert any(row[:4] == ["DSpine5", "DSpine", "9.50", "3.002.90 to 3.10"] and row[-1] == "15.0%" for row in rows)
     assert any(row[:2] == ["EAGLE-3", "EAGLE-3"] or row[0].startswith("EAGLE-3") for row in rows)
     assert any(row[2:] == ["+50.0%", "DFlash"] for row in rows)

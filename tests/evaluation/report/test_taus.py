@@ -36,6 +36,8 @@ def test_the_lead_is_over_the_strongest_other_drafter(make_acceptance: Make, tmp
         {"prompts": 99},
         {"max_new_tokens": 80},
         {"chat": False},
+        {"thinking": "on"},
+        {"prompts_sha256": "0123456789abcdef"},
     ],
     ids=str,
 )
@@ -76,6 +78,11 @@ def test_a_drafter_measured_twice_is_told_apart(make_acceptance: Make, tmp_path:
     make_acceptance("first.json")
     make_acceptance("second.json")
     assert [tau.row for tau in read_taus(read_results([tmp_path]))] == ["dspine", "dspine (second)"]
+
+
+def test_a_server_is_named_in_its_row(make_acceptance: Make, tmp_path: Path) -> None:
+    make_acceptance("a.json", decoder="OpenAIServer http://localhost/v1 m")
+    assert [tau.row for tau in read_taus(read_results([tmp_path]))] == ["dspine, OpenAIServer http://localhost/v1 m"]
 
 
 def test_a_comparison_table_fills_in_rows_whose_files_are_missing(comparison: Path) -> None:

@@ -25,8 +25,10 @@ from dspine.evaluation.report.sections.breakdown import breakdown_section
 from dspine.evaluation.report.sections.comparison import comparison_section
 from dspine.evaluation.report.sections.positions import positions_section
 from dspine.evaluation.report.sections.predecessor import predecessor_section
+from dspine.evaluation.report.sections.quality import quality_section
 from dspine.evaluation.report.sections.readout import readout_section
 from dspine.evaluation.report.sections.speed import speed_section
+from dspine.evaluation.report.sections.throughput import throughput_section
 from dspine.evaluation.report.sections.timing import timing_section
 from dspine.evaluation.report.sections.training import training_section
 from dspine.evaluation.report.style import styled
@@ -38,7 +40,9 @@ PNG_DPI = 200
 SECTIONS: tuple[Callable[[Results], Section | None], ...] = (
     acceptance_section,
     positions_section,
+    quality_section,
     speed_section,
+    throughput_section,
     breakdown_section,
     readout_section,
     timing_section,

@@ -16,10 +16,12 @@ from dspine.errors import UserError
 from dspine.evaluation.acceptance import AcceptanceReport
 from dspine.evaluation.batch_speed import BatchReport
 from dspine.evaluation.breakdown import BreakdownReport
+from dspine.evaluation.quality import QualityReport
 from dspine.evaluation.speed import SpeedReport
 from dspine.evaluation.studies.predecessor import PredecessorResult
 from dspine.evaluation.studies.readout import ReadoutResult
 from dspine.evaluation.studies.timing import TimingResult
+from dspine.evaluation.throughput_report import ThroughputReport
 
 Value = Union[str, float, int, None]  # noqa: UP007 - pydantic reads it at run time
 
@@ -51,9 +53,11 @@ class ComparisonTable:
 
 KINDS: tuple[type[Any], ...] = (
     AcceptanceReport,
+    QualityReport,
     SpeedReport,
     BatchReport,
     BreakdownReport,
+    ThroughputReport,
     ReadoutResult,
     TimingResult,
     PredecessorResult,

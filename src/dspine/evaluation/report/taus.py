@@ -19,6 +19,7 @@ from dspine.evaluation.report.results import Result, Results
 from dspine.evaluation.report.style import REFERENCE
 
 RESAMPLES = 2000
+ENGINE = "dspine"  # the decoder of results that no server gave
 _HEAD = re.compile(r"(?P<benchmark>.+) T=(?P<temperature>[0-9.]+)$")  # of a table of `dspine compare`
 
 
@@ -33,6 +34,8 @@ class Setting:
     prompts: int = 0
     max_new_tokens: int = 0
     chat: bool = True
+    thinking: str = ""
+    prompts_sha256: str = ""  # results from before it was recorded compare with each other only
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,11 @@ def _of_report(result: Result[AcceptanceReport], row: str = "") -> Tau:
         prompts=data.prompts,
         max_new_tokens=data.max_new_tokens,
         chat=data.chat,
+        thinking=data.thinking,
+        prompts_sha256=data.prompts_sha256,
     )
     low, high = data.acceptance_length_ci95
-    row = row or result.row or data.drafter
+    row = row or result.row or (data.drafter if data.decoder == ENGINE else f"{data.drafter}, {data.decoder}")
     return Tau(setting, row, data.drafter, data.acceptance_length, low, high, result.source.number, data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import groupby
 
 from dspine.evaluation.report.page import MISSING, Block, Cell, Drawing, Fact, Section, Table
@@ -37,6 +38,7 @@ def drawing_name(kind: str, setting: Setting) -> str:
     parts = [kind, setting.collection, setting.benchmark, f"t{setting.temperature:g}"]
     if setting.prompts:
         parts += [setting.target, f"{setting.prompts}x{setting.max_new_tokens}", "" if setting.chat else "plain"]
+        parts += [setting.thinking and f"thinking-{setting.thinking}", setting.prompts_sha256[:6]]
     return slug(*parts)
 
 
@@ -76,7 +78,13 @@ def _table(rows: dict[Setting, list[Tau]]) -> Table:
         for tau in taus:
             cells[tau.row][setting] = tau
     names = sorted(cells, key=lambda name: any(tau.drafter == REFERENCE for tau in cells[name].values()))
-    body = [(Cell(display(name)), *(_tau_cell(cells[name].get(setting), rows[setting]) for setting in rows)) for name in names]
+    body = [
+        (
+            Cell(display(name), _widths(cells[name].values())),
+            *(_tau_cell(cells[name].get(setting), rows[setting]) for setting in rows),
+        )
+        for name in names
+    ]
     leads = [lead_of(taus) for taus in rows.values()]
     if any(leads):
         body.append((Cell("lead", strong=True), *map(_lead_cell, leads)))
@@ -85,11 +93,18 @@ def _table(rows: dict[Setting, list[Tau]]) -> Table:
     return Table(f"Acceptance length at T = {temperature:g}", heads, tuple(body))
 
 
+def _widths(taus: Iterable[Tau]) -> str:
+    """How many slots a row's rounds verified, where the results say so."""
+    widths = dict.fromkeys(tau.report.width for tau in taus if tau.report is not None)
+    return f"width {', '.join(widths)}" if widths else ""
+
+
 def _settings(setting: Setting) -> str:
     if not setting.prompts:
         return ""
     chat = "" if setting.chat else ", no chat"
-    return f"{setting.prompts} prompts, {setting.max_new_tokens} tokens{chat}"
+    thinking = f", thinking {setting.thinking}" if setting.thinking else ""
+    return f"{setting.prompts} prompts, {setting.max_new_tokens} tokens{chat}{thinking}"
 
 
 def _tau_cell(tau: Tau | None, rivals: list[Tau]) -> Cell:
