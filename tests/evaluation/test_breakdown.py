@@ -69,7 +69,7 @@ def test_recording_changes_no_output(tiny_target: Target, make_drafter: MakeDraf
 
     monkeypatch.setattr(llm.engine(), "submit", kept)
     measure_breakdown(llm, PROMPTS[:1], PARAMS)
-    _, recorded, ordinary = requests
+    *_, recorded, ordinary = requests
     assert recorded.output_ids == ordinary.output_ids
 
 

@@ -81,9 +81,9 @@ def measure(
 def test_ways_take_turns_after_a_warm_up(clock: Clock) -> None:
     ways = [MadeUpWay("plain", clock, (8.0, 4.0)), MadeUpWay("dspine", clock, (2.0, 2.0))]
     measure(ways, (8,))
-    assert LOG == ["plain", "dspine", "plain", "dspine", "dspine", "plain"]
-    # 4 prompts are fewer than twice the concurrency: 16 requests; a warm-up is one request a place, and short.
-    assert ways[0].calls == [(8, 8, WARM_UP_TOKENS), (16, 8, 20), (16, 8, 20)]
+    assert LOG == ["plain", "plain", "dspine", "dspine", "plain", "dspine", "dspine", "plain"]
+    # 4 prompts are fewer than twice the concurrency: 16 requests; warm-ups are one request a place, then one, short.
+    assert ways[0].calls == [(8, 8, WARM_UP_TOKENS), (1, 8, WARM_UP_TOKENS), (16, 8, 20), (16, 8, 20)]
 
 
 def test_rates_are_of_all_repeats_and_speed_ups_of_each(clock: Clock) -> None:

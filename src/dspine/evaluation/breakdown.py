@@ -111,7 +111,9 @@ def measure_breakdown(
     engine, batch = llm.engine(), llm.max_rows
     recorder = StageRecorder.on(llm.target.device)
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    _decode(engine, groups[0], replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)), None, _Rounds())
+    short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
+    for warm_up in (groups[0], groups[0][:1]):  # a group ends with few rows, whose costs are measured at first sight too
+        _decode(engine, warm_up, short, None, _Rounds())
     recorded, ordinary, total = _Rounds(), _Rounds(), DecodeStats()
     for number, group in enumerate(groups):
         for turn in (number, number + 1):

@@ -66,7 +66,8 @@ async def _measure_level(
 ) -> Level:
     order = [number % settings.prompts for number in range(settings.requests_at(concurrency))]
     for way in ways:
-        await way.decode(order[:concurrency], concurrency, min(WARM_UP_TOKENS, settings.max_new_tokens))
+        for rows in dict.fromkeys((concurrency, 1)):  # a level ends with few rows, whose costs are measured at first sight too
+            await way.decode(order[:rows], concurrency, min(WARM_UP_TOKENS, settings.max_new_tokens))
     passes: list[list[Pass]] = [[] for _ in ways]
     for repeat in range(settings.repeats):
         for turn in range(len(ways)):
