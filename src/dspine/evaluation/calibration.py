@@ -105,7 +105,7 @@ def calibrate(
         fitted, held_out = (
             [row for i, row in rows if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == out] for out in (False, True)
         )
-        rounds, judging = _rounds(fitted), _rounds(held_out)
+        rounds, judging = rounds_of(fitted), rounds_of(held_out)
         maps.append(fit_map(rounds, 0.0 if params[0].is_greedy else temperature))
         reports.append(
             TemperatureReport(
@@ -171,7 +171,7 @@ def judge(rounds: Rounds, acceptance: np.ndarray) -> Judged:
     )
 
 
-def _rounds(rows: Sequence[Row]) -> Rounds:
+def rounds_of(rows: Sequence[Row]) -> Rounds:
     """Rows side by side; what a round did not draft is NaN."""
     confidence = np.full((len(rows), max((len(row) for row, _ in rows), default=1)), np.nan)
     for into, (row, _) in zip(confidence, rows, strict=True):
