@@ -96,3 +96,13 @@ def test_the_same_seed_gives_the_same_text(target: Target, encoded: list[list[in
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_new_tokens=32)
     first, again = (decode(engine, encoded[:1], params)[0] for _ in range(2))
     assert first == again
+
+
+@pytest.mark.parametrize("name", ["dspine", "dflash"])
+def test_widths_by_confidence_change_nothing(target: Target, encoded: list[list[int]], name: str) -> None:
+    """The shipped calibrations belong to the shipped weights, and greedy output stays plain decoding's."""
+    llm = LLM(target, find_drafter(target, name), max_rows=4, width="confidence")
+    assert llm.calibration is not None
+    outputs, stats = decode(llm.engine(), encoded[:16])
+    assert outputs == decode(Engine(target, max_rows=1), encoded[:16])[0]
+    assert 1 < stats.mean_width < 8
