@@ -186,7 +186,7 @@ def test_a_folder_of_something_else_is_refused(workshop: Path, tmp_path: Path) -
 
 
 def test_built_in_plans_are_comparable() -> None:
-    for name in ("six-drafters", "ablations"):
+    for name in ("six-drafters", "six-drafters-gpu", "ablations"):
         assert row_recipes(load_plan(name))
     with pytest.raises(UserError, match="no comparison 'nine'; give a YAML file or one of: "):
         load_plan("nine")
