@@ -11,7 +11,7 @@ from dspine.commands.console import note, stdout_console
 
 
 def compare(
-    plan: Annotated[str, typer.Argument(help="A comparison's YAML file, or a built-in one: six-drafters, six-drafters-gpu, ablations.")],
+    plan: Annotated[str, typer.Argument(help="A YAML file, or a built-in one: six-drafters, six-drafters-gpu, ablations.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the comparison; resumed if it holds this plan.")],
     benchmarks: Annotated[
         Path, typer.Option("--benchmarks", "-b", help="Folder with the prompt files that the plan names (NAME.jsonl).")
