@@ -27,8 +27,9 @@ from dspine.decoding.calibration import Calibration
 from dspine.decoding.confidence import ConfidenceScheduler
 from dspine.decoding.logprobs import token_logprobs
 from dspine.decoding.request import Progress, Request, new_request
-from dspine.decoding.sampling import SamplingParams, penalise, sample, target_distribution
-from dspine.decoding.verify import SparseQ, Verdict, verify_greedy, verify_sampled
+from dspine.decoding.sampling import SamplingParams
+from dspine.decoding.verdicts import first_token, judge
+from dspine.decoding.verify import Verdict
 from dspine.decoding.width import CostTable, WidthController, timed
 from dspine.drafters.base import Draft, DraftRunner
 from dspine.errors import UserError
@@ -176,21 +177,12 @@ class Engine:
             following = ids[:, start + 1 : start + 1 + PREFILL_CHUNK]
             if following.shape[1] < chunk.shape[1]:  # the last chunk: the answer begins
                 logits = self.target.logits(out.hidden[:, -1])
-                token = self._first_token(request, logits)
+                token = first_token(request, logits)
                 following = torch.cat((following, ids.new_tensor([[token]])), 1)
             if own_draft is not None and self.drafter is not None and out.features is not None:
                 self.drafter.extend(out.features, following, own_draft)
                 own_draft.lengths += chunk.shape[1]
         return token, logits
-
-    def _first_token(self, request: Request, logits: Tensor) -> int:
-        if request.seen is not None:
-            logits = penalise(
-                logits, request.seen.to(logits.device), logits.new_zeros(0, dtype=torch.long), request.params.repetition_penalty
-            )
-        if request.params.is_greedy:
-            return int(logits.argmax(-1))
-        return int(sample(target_distribution(logits, request.params), request.generator))
 
     def _round(self) -> list[Progress]:
         rows = len(self._live)
@@ -209,7 +201,7 @@ class Engine:
             out = self.target.forward(tokens, self._cache, self._taps)
             logits = self.target.logits(out.hidden)  # [n, w, v]
         with stage("acceptance"):
-            verdicts = self._verify(logits, draft)
+            verdicts = judge(self._live, logits, draft)
         verified_at = time.perf_counter()
         self._advance(out, draft, verdicts)
         advanced_at = time.perf_counter()
@@ -284,27 +276,6 @@ class Engine:
         ]
         return temperatures, torch.stack(draws).to(device)
 
-    def _verify(self, logits: Tensor, draft: Draft | None) -> list[Verdict]:
-        """Each row's verdict under its own parameters."""
-        best = logits.argmax(-1).cpu()
-        m = logits.shape[1] - 1
-        drafted = draft.tokens.cpu() if draft is not None else torch.zeros(len(self._live), 0, dtype=torch.long)
-        verdicts = []
-        for row, request in enumerate(self._live):
-            if request.params.is_greedy and request.seen is None:
-                verdicts.append(verify_greedy(best[row], drafted[row]))
-                continue
-            own = drafted[row].to(logits.device)
-            scores = logits[row]
-            if request.seen is not None:
-                scores = penalise(scores, request.seen.to(scores.device), own, request.params.repetition_penalty)
-            if request.params.is_greedy:
-                verdicts.append(verify_greedy(scores.argmax(-1), own))
-                continue
-            p = target_distribution(scores, request.params)
-            verdicts.append(verify_sampled(p, own, _row_q(draft, row, m, p), request.generator))
-        return verdicts
-
     def _advance(self, out: TargetOutput, draft: Draft | None, verdicts: list[Verdict]) -> None:
         """Commit each row's anchor and accepted candidates in both caches; the rest stays behind its length."""
         assert self._cache is not None
@@ -371,10 +342,3 @@ class Engine:
             int(self.target.logits(self.target.forward(ids, scratch, self._taps).hidden).argmax(-1)[0, -1])
 
         return timed(forward)
-
-
-def _row_q(draft: Draft | None, row: int, m: int, p: Tensor) -> SparseQ:
-    if draft is None or draft.q_ids is None or draft.q_probs is None:
-        assert m == 0, "a sampled row needs its drafter's q"
-        return SparseQ(p.new_zeros(0, 1, dtype=torch.long), p.new_zeros(0, 1))
-    return SparseQ(draft.q_ids[row], draft.q_probs[row])
