@@ -21,6 +21,8 @@ from dspine.commands.data import app
 from dspine.errors import UserError
 from dspine.training.journal import partial_file, read_rows
 
+from .interrupts import heed_interrupts
+
 TEXTS = [f"prompt number {i}" for i in range(40)]
 # The program, a little slowed, so that there is a middle in which to stop it.
 SLOW = """
@@ -79,8 +81,9 @@ def stop_in_the_middle(arguments: list[str], partial: Path, rows: int, number: s
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     before = partial.read_bytes().count(b"\n") if partial.exists() else 1
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=heed_interrupts,
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + 120
         while not partial.exists() or partial.read_bytes().count(b"\n") < before + rows:
             assert process.poll() is None, process.communicate()[1]

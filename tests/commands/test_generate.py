@@ -20,6 +20,8 @@ from dspine.api import LLM
 from dspine.commands.generate import read_prompt
 from dspine.errors import UserError
 
+from .interrupts import heed_interrupts
+
 PROMPT = "The quick brown fox"
 SHORT = ("--max-new-tokens", "20")
 
@@ -235,8 +237,9 @@ def test_ctrl_c_in_the_middle_ends_it_at_once(folders: Any) -> None:
     """Streaming a long answer, interrupted once text has come."""
     command = [sys.executable, "-m", "dspine.commands.main", "generate", PROMPT, "--ignore-eos", "--max-new-tokens", "490"]
     process = subprocess.Popen(
-        [*command, *folders.fixed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+        [*command, *folders.fixed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
     assert process.stdout is not None
     first = process.stdout.read(1)
     started = time.monotonic()

@@ -76,7 +76,7 @@ def test_same_seed_same_drafter(tiny_target: Target) -> None:
         ({"mask_token_id": 260}, "mask_token_id = 260, but tiny-llama's last token id is 259"),
         ({"options": {"transfer_rank": 8, "num_candidates": 300}}, "num_candidates = 300"),
         ({"options": {"rank": 3}}, "option rank: Extra inputs are not permitted (its options: transfer_rank, "),
-        ({"attention": "bidirectional"}, "attention = bidirectional is not a dspine drafter's"),
+        ({"options": {"transfer_rank": 8, "inject_from": 9}}, "inject_from = 9, but the drafter has only "),
         ({"start": "target_layers"}, "start: target_layers needs qk_norm: False, as tiny-llama has it"),
         ({"start": "target_layers", "qk_norm": False, "num_layers": 4}, "cannot fill 4 layers from tiny-llama's 3"),
     ],

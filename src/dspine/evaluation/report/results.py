@@ -20,7 +20,7 @@ from dspine.evaluation.report.provenance import Source, trace
 
 T = TypeVar("T")
 CURVE = "curve.jsonl"
-NOT_RESULTS = {"config.json", "plan.json", "step_seconds.json"}  # what dspine writes beside its results
+NOT_RESULTS = {"config.json", "calibration.json", "plan.json", "step_seconds.json"}  # what dspine writes beside its results
 
 
 @dataclass(frozen=True)
