@@ -59,12 +59,13 @@ class KVCache:
         """Write `kv` [b, n, 2 * kv_heads, head_dim] at the positions of `index`; return the keys and values
         [b, kv_heads, index.visible, head_dim] that the step may attend to."""
         data = self.data[layer]
+        if data.shape[0] != index.rows:
+            data = data[: index.rows]
         if index.contiguous_at is not None:
-            start = index.contiguous_at
-            data[: index.rows, :, start : start + index.width] = kv.transpose(1, 2)
+            data.narrow(2, index.contiguous_at, index.width).copy_(kv.transpose(1, 2))
         else:
             data[index.row_ids, :, index.positions] = kv
-        keys, values = data[: index.rows, :, : index.visible].chunk(2, 1)
+        keys, values = data.narrow(2, 0, index.visible).chunk(2, 1)
         return keys, values
 
     @torch.inference_mode()  # `reserve` may have run inside a forward, which leaves inference tensors here

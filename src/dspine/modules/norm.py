@@ -15,10 +15,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     PyTorch's own has no CPU kernel: it is a dozen small calls there, which is what these few are instead. There are two
     norms a layer, and at a decoding step's few rows a call costs more than its arithmetic.
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if not x.is_cpu or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    normed = x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    normed = x * torch.addcmul(_constant(eps), length, length, value=1 / x.size(-1)).rsqrt_()
     return normed if weight is None else normed.mul_(weight)
 
 
