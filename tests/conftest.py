@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -243,3 +244,17 @@ def generic_family(request: pytest.FixtureRequest) -> str:
 def make_drafter() -> MakeDrafter:
     """`make_drafter(target, "dspine", block_size=4)`: a small random drafter for a lean target, its injection active."""
     return _build_drafter
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium from $CHROMIUM or the system."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
+    program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs chromium: apt-get install chromium, or its path in $CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu"]  # containers have neither
+        started = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield started
+        started.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,20 +17,6 @@ OVERFLOWING = """
   .filter(e => { const r = e.getBoundingClientRect(); return r.width > 1 && (r.right > innerWidth + 1 || r.left < -1); })
   .map(e => e.tagName + "#" + e.id)
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium from $CHROMIUM or the system."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
-    program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("needs chromium: apt-get install chromium, or its path in $CHROMIUM")
-    with sync_api.sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-gpu"]  # containers have neither
-        started = playwright.chromium.launch(executable_path=program, args=arguments)
-        yield started
-        started.close()
 
 
 @pytest.fixture
