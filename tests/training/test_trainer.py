@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 
 from dspine.drafters.base import BlockLosses
@@ -31,14 +30,12 @@ KINDS = pytest.mark.parametrize("drafter", ["dspine", "dflash"])
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_a_fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps one state per process; a single thread makes runs in two processes comparable bit by bit."""
+def one_thread() -> Iterator[None]:
+    """A single thread makes runs in two processes comparable bit by bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:

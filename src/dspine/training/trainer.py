@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
 from dspine.drafters.base import BlockDrafter, LossSettings, TrainingBatch, mean_ce
 from dspine.errors import UserError
 from dspine.modules.losses import DraftHead
 from dspine.targets.model import Target
+from dspine.training.accelerator import new_accelerator
 from dspine.training.batches import ANSWERS, HELD_OUT, build_batch, held_out_split, step_generator, step_order, to_device
 from dspine.training.curriculum import alignment_weight, ce_fraction, learning_rate_scale, true_predecessor_probability
 from dspine.training.features import AnswerFeatures
@@ -56,9 +55,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, target: Target, drafter: BlockDrafter, source: AnswerSource, folder: Path) -> None:
         self.recipe, self.target, self.source, self.folder = recipe, target, source, folder
-        mixed = "bf16" if recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and target.device.type == "cuda") else "no"
-        ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
-        self.accelerator = Accelerator(mixed_precision=mixed, cpu=target.device.type == "cpu", kwargs_handlers=[ddp])
+        self.accelerator = new_accelerator(recipe.dtype, target.device)
         data, processes, per_step = recipe.data, self.accelerator.num_processes, recipe.optimiser.sequences_per_step
         if per_step < processes:
             raise UserError(
