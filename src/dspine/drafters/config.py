@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
 
 from dspine.errors import UserError
-from dspine.targets.model import Target
+
+
+class DescribedTarget(Protocol):
+    """What a drafter must know of its target to be checked against it: dspine's own `Target`, or an engine's model."""
+
+    name: str
+    config: Any  # the text model's transformers config
+    tokenizer: Any
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    head_weight: Tensor  # [v, d]
 
 
 class TargetFacts(BaseModel):
@@ -29,7 +41,7 @@ class TargetFacts(BaseModel):
     head_norms: list[float] = Field(description="norms of eight LM-head rows: a fingerprint that survives a change of dtype")
 
     @classmethod
-    def of(cls, target: Target) -> TargetFacts:
+    def of(cls, target: DescribedTarget) -> TargetFacts:
         config = target.config
         template = getattr(target.tokenizer, "chat_template", None) or ""
         rows = torch.linspace(0, target.vocab_size - 1, 8).long()
@@ -42,10 +54,10 @@ class TargetFacts(BaseModel):
             rope_theta=_rope_theta(config),
             rms_norm_eps=float(getattr(config, "rms_norm_eps", 0.0) or getattr(config, "layer_norm_eps", 0.0)),
             chat_template_sha256=hashlib.sha256(template.encode()).hexdigest()[:16] if template else "",
-            head_norms=[round(float(n), 5) for n in target.head_weight[rows.to(target.device)].float().norm(dim=-1)],
+            head_norms=[round(float(n), 5) for n in target.head_weight[rows.to(target.head_weight.device)].float().norm(dim=-1)],
         )
 
-    def mismatch(self, target: Target) -> tuple[str, object, object] | None:
+    def mismatch(self, target: DescribedTarget) -> tuple[str, object, object] | None:
         """The first property in which `target` differs, with our value and its; None where it fits."""
         actual = TargetFacts.of(target)
         for field in type(self).model_fields:
@@ -59,7 +71,7 @@ class TargetFacts(BaseModel):
             return field, ours, theirs
         return None
 
-    def check(self, target: Target) -> None:
+    def check(self, target: DescribedTarget) -> None:
         """Raise UserError naming both values of the first property in which `target` differs."""
         found = self.mismatch(target)
         if found is not None:
@@ -118,7 +130,7 @@ class DrafterConfig(BaseModel):
             raise ValueError(f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}")
         return self
 
-    def check(self, target: Target) -> None:
+    def check(self, target: DescribedTarget) -> None:
         """Raise UserError, naming both values, where this drafter cannot run beside `target`."""
         self.target.check(target)
         for field, value, limit, what in (

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from dspine.drafters.base import BlockDrafter, BlockLosses, Draft, LossSettings, Options, TrainingBatch, check_num_candidates
 from dspine.drafters.config import DrafterConfig
+from dspine.drafters.packed_injection import PackedInjection
 from dspine.drafters.runner import BackboneRunner
 from dspine.drafters.supervision import Supervision
 from dspine.errors import UserError
-from dspine.kernels.linear import PackedLinear
-from dspine.modules.injection import AdjacentInjection, rms, unit_code
+from dspine.modules.injection import AdjacentInjection
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.losses import DraftHead, LossTerm, VocabularyTerms, candidate_terms, vocabulary_terms, weigh
 from dspine.modules.selection import chosen_scores, top_probability, walk_transitions
@@ -157,28 +157,12 @@ class DSpineRunner(BackboneRunner):
 
     def __init__(self, drafter: DSpine, target: Target) -> None:
         super().__init__(drafter.backbone, target)
-        dtype, device = target.dtype, target.device
-        injection = drafter.injection
-        self.options = drafter.options
-
-        def pack(linear: torch.nn.Module) -> PackedLinear:
-            return PackedLinear(linear.get_parameter("weight").detach().to(device, dtype))
-
-        self._readouts = [pack(module) for module in injection.readouts]
-        self._writes = {injection.first_layer + i: pack(module) for i, module in enumerate(injection.writes)}
-        self._receiver = PackedLinear(
-            injection.receiver_gate.weight.detach().to(device, dtype), injection.receiver_gate.bias.detach().to(device, dtype)
-        )
-        sender = torch.cat((injection.sender_gate.weight, injection.message.weight)).detach().to(device, dtype)  # [2m, r]
-        self._sender = PackedLinear(sender)
-        head = drafter.head(target)
-        self._draft_head = head
-        self._head_rows = head.weight.to(dtype)  # [v', d]
-        self._head = PackedLinear(self._head_rows)
-        self._codes = drafter.space.codes.to(device, dtype)  # [v, r]
-        # Gp and A of every proposable token, once: a transition cache then only looks them up.
-        proposable = self._codes if head.ids is None else self._codes[head.ids]
-        self._sender_table = F.linear(proposable, sender)  # [v', 2m]
+        options = drafter.options
+        self._draft_head = drafter.head(target)
+        self._injection = PackedInjection(
+            drafter.injection, drafter.space.codes, self._draft_head, target.dtype,
+            num_candidates=options.num_candidates, refine=options.refine,
+        )  # fmt: skip
 
     def propose(
         self, anchors: Tensor, cache: KVCache, num_draft_tokens: int, temperatures: Tensor, uniforms: Tensor | None
@@ -195,52 +179,26 @@ class DSpineRunner(BackboneRunner):
         return Draft(tokens, None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One block forward and all its neighbour pairs.
-
-        Returns candidate head rows [b, M, k], the scores of slot 1's after the anchor [b, k], and T [b, M - 1, k, k]:
-        T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots counted from 1).
-        """
+        """One block forward and all its neighbour pairs, as PackedInjection.transition_cache returns them."""
         parts = self._block(anchors, cache, self.block_width(num_draft_tokens))
         u, gate, states = (part[:, :num_draft_tokens] for part in parts)
-        hidden = self.final_norm(states)
-        with stage("head"):
-            logits = self._draft_head.cap(self._head(hidden))
-            values, candidates = logits.topk(self.options.num_candidates, -1)  # [b, M, k]
-        first = values[:, 0]  # slot 1's predecessor was the anchor already
-        if not self.options.refine:
-            return candidates, first, values[:, 1:, None].expand(-1, -1, values.shape[-1], -1)
-        with stage("transition_cache"):
-            # The K x K-free part: one refined state per (slot, predecessor candidate).
-            sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
-            write = self._writes[self.config.num_layers - 1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
-            receivers = u[:, 1:, None]
-            refined = self.final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
-            embeddings = self._head_rows[candidates[:, 1:]]  # [b, M - 1, k, d]
-            transitions = self._draft_head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
-        return candidates, first, transitions
+        return self._injection.transition_cache(u, gate, states, self.final_norm)
 
     def _block(self, anchors: Tensor, cache: KVCache, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """u_L and Gq z_L + b before the last injection, and the states after it, all [b, M, .]."""
-        with stage("injection"):
-            anchor_sent = self._sender(self._codes[anchors])[:, None]  # [b, 1, 2m]
+        packed = self._injection
+        message = packed.anchor_message(anchors)
         kept: list[Tensor] = []
-        last = self.config.num_layers - 1
 
         def inject(layer: int, x: Tensor) -> Tensor:
-            if layer not in self._writes:
+            if layer < packed.first_layer:
                 return x
-            with stage("injection"):
-                u = x[:, 1:]
-                z = unit_code(self._readouts[layer](u))
-                gate = self._receiver(z)
-                sent = torch.cat((anchor_sent, self._sender(z[:, :-1])), 1)
-                sent_gate, message = sent.chunk(2, -1)
-                write = self._writes[layer](torch.sigmoid(gate + sent_gate) * message)
-                h = torch.addcmul(u, rms(u), write)
-                if layer == last:
-                    kept.extend((u, gate))
-                    return h
-                return torch.cat((x[:, :1], h), 1)
+            u = x[:, 1:]
+            h, gate = packed.inject(layer, u, message)
+            if layer == packed.last_layer:
+                kept.extend((u, gate))
+                return h
+            return torch.cat((x[:, :1], h), 1)
 
         states = self.block_states(anchors, cache, width, inject)
         return kept[0], kept[1], states
