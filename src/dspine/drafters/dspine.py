@@ -179,10 +179,15 @@ class DSpineRunner(BackboneRunner):
         return Draft(tokens, None if q is None else ids, q, confidence)
 
     def transition_cache(self, anchors: Tensor, cache: KVCache, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One block forward and all its neighbour pairs, as PackedInjection.transition_cache returns them."""
+        """One block forward and all its neighbour pairs.
+
+        Returns candidate head rows [b, M, k], the scores of slot 1's after the anchor [b, k], and T [b, M - 1, k, k]:
+        T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots counted from 1).
+        """
         parts = self._block(anchors, cache, self.block_width(num_draft_tokens))
         u, gate, states = (part[:, :num_draft_tokens] for part in parts)
-        return self._injection.transition_cache(u, gate, states, self.final_norm)
+        scores, rows = self._injection.candidates(states, self.final_norm)
+        return rows, scores[:, 0], self._injection.transitions(u, gate, scores, rows, self.final_norm)
 
     def _block(self, anchors: Tensor, cache: KVCache, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """u_L and Gq z_L + b before the last injection, and the states after it, all [b, M, .]."""

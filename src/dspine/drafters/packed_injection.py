@@ -5,7 +5,8 @@
     ... after layer l of the block, for its slots 1..M:
     h, gate = packed.inject(l, u, message)
     ... after the last layer:
-    candidates, first, transitions = packed.transition_cache(u, gate, h, final_norm)
+    scores, rows = packed.candidates(h, final_norm)
+    transitions = packed.transitions(u, gate, scores, rows, final_norm)
 
 dspine's own runner calls it between its lean layers, an engine's plugin between the engine's.
 
@@ -24,6 +25,8 @@ from dspine.kernels.linear import PackedLinear
 from dspine.modules.injection import AdjacentInjection, rms, unit_code
 from dspine.modules.losses import DraftHead
 from dspine.stages import stage
+
+FinalNorm = Callable[[Tensor], Tensor]
 
 
 class PackedInjection:
@@ -74,27 +77,26 @@ class PackedInjection:
             write = self._writes[layer - self.first_layer](torch.sigmoid(gate + sent_gate) * message)
             return torch.addcmul(u, rms(u), write), gate
 
-    def transition_cache(
-        self, u: Tensor, gate: Tensor, states: Tensor, final_norm: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All neighbour pairs of a block, from what `inject` of the last layer took (u), returned (gate) and made (states).
-
-        Returns candidate head rows [b, M, k], the scores of slot 1's after the anchor [b, k], and T [b, M - 1, k, k]:
-        T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots counted from 1).
-        """
+    def candidates(self, states: Tensor, final_norm: FinalNorm) -> tuple[Tensor, Tensor]:
+        """Every slot's likeliest tokens, from the states [b, M, d] that `inject` of the last layer made: their scores and
+        their head rows, both [b, M, k]. Slot 1's predecessor was the anchor already: its scores are final."""
         hidden = final_norm(states)
         with stage("head"):
-            logits = self.head.cap(self._head(hidden))
-            values, candidates = logits.topk(self.num_candidates, -1)  # [b, M, k]
-        first = values[:, 0]  # slot 1's predecessor was the anchor already
+            scores, rows = self.head.cap(self._head(hidden)).topk(self.num_candidates, -1)
+        return scores, rows
+
+    def transitions(self, u: Tensor, gate: Tensor, scores: Tensor, rows: Tensor, final_norm: FinalNorm) -> Tensor:
+        """T [b, M - 1, k, k]: T[:, t, i, j] scores candidate j of slot t + 2 after candidate i of slot t + 1 (slots from 1).
+
+        u and gate are what `inject` of the last layer took and returned, scores and rows what `candidates` returned.
+        """
         if not self.refine:
-            return candidates, first, values[:, 1:, None].expand(-1, -1, values.shape[-1], -1)
+            return scores[:, 1:, None].expand(-1, -1, scores.shape[-1], -1)
         with stage("transition_cache"):
             # The K x K-free part: one refined state per (slot, predecessor candidate).
-            sent_gate, sent = self._sender_table[candidates[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
+            sent_gate, sent = self._sender_table[rows[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
             write = self._writes[-1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
             receivers = u[:, 1:, None]
             refined = final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
-            embeddings = self._head_rows[candidates[:, 1:]]  # [b, M - 1, k, d]
-            transitions = self.head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
-        return candidates, first, transitions
+            embeddings = self._head_rows[rows[:, 1:]]  # [b, M - 1, k, d]
+            return self.head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
