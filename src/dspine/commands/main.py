@@ -18,6 +18,7 @@ from dspine.commands.calibrate import calibrate
 from dspine.commands.compare import compare
 from dspine.commands.console import note, print_error, show_help_without_command
 from dspine.commands.data import app as data_app
+from dspine.commands.export import export
 from dspine.commands.generate import generate
 from dspine.commands.info import drafters, info
 from dspine.commands.report import report
@@ -71,6 +72,7 @@ app.add_typer(data_app, name="data")
 app.command()(train)
 app.command()(calibrate)
 app.command()(compare)
+app.command()(export)
 app.command()(report)
 app.command()(info)
 app.command()(drafters)
