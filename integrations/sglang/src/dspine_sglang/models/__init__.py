@@ -1,0 +1,1 @@
+"""The package that SGLang's model registry searches for `EntryClass`."""
