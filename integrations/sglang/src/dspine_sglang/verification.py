@@ -70,6 +70,6 @@ def accept_block(
     A greedy row's p is its argmax alone: verification then accepts by equality, whatever q says.
     """
     b, w, v = logits.shape
-    p = target_probabilities(logits.view(b * w, v), cuts.each(w)).view(b, w, v)
+    p = target_probabilities(logits.flatten(0, 1), cuts.each(w)).view(b, w, v)
     uniform = torch.rand(b, w, dtype=torch.float64, device=logits.device, generator=generator)
     return verify_rows(p, drafted, q, uniform)

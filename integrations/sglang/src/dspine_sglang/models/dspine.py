@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine.drafters.config import DrafterConfig
-from dspine.drafters.dspine import DSpine, DSpineOptions
+from dspine.drafters.dspine import DSpineOptions
 from dspine.drafters.packed_injection import PackedInjection
-from dspine.errors import UserError
 from dspine.modules.injection import AdjacentInjection
 from dspine.modules.losses import DraftHead
 from dspine.modules.norm import rms_norm
 from dspine.modules.selection import walk_transitions
 from dspine.modules.transfer_space import build_transfer_space
+from dspine_sglang.loading import check_loaded, check_tensors, poison
 
 
 class DSpineAttention(DFlashAttention):  # type: ignore[misc]
@@ -101,31 +101,11 @@ class DSpineDraftModel(DFlashDraftModel):  # type: ignore[misc]
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a checkpoint's tensors. Raises UserError where one is missing, unknown or of another shape."""
         tensors = dict(weights)
-        self._check_names_and_shapes(tensors)
-        parameters = dict(self.named_parameters())
-        for parameter in parameters.values():
-            parameter.data.fill_(float("nan"))  # what SGLang's loader passes over, it passes over silently
+        check_tensors(self.drafter_config, tensors)
+        poison(self)
         super().load_weights((name.removeprefix("backbone."), t) for name, t in tensors.items() if name.startswith("backbone."))
-        own = {name: t for name, t in tensors.items() if not name.startswith("backbone.")}
-        self.load_state_dict(own, strict=False)
-        left = [name for name, parameter in parameters.items() if bool(parameter.isnan().any())]
-        if left:
-            raise UserError(f"SGLang's DFlash layers did not take {left[0]} from the draft checkpoint, or it is NaN there")
-
-    def _check_names_and_shapes(self, tensors: dict[str, Tensor]) -> None:
-        ids = torch.arange(self.drafter_config.draft_vocab_size) if self.drafter_config.draft_vocab_size else None
-        with torch.device("meta"):
-            expected = {name: t.shape for name, t in DSpine(self.drafter_config, ids).state_dict().items()}
-        for problem, names in (
-            ("lacks", expected.keys() - tensors.keys()),
-            ("has an unknown tensor", tensors.keys() - expected.keys()),
-            (
-                "has another shape of",
-                {name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name]},
-            ),
-        ):
-            if names:
-                raise UserError(f"the draft checkpoint {problem} {min(names)}; copy it again")
+        self.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("backbone.")}, strict=False)
+        check_loaded(self)
 
     def bind(self, embedding: Tensor, head_weight: Tensor) -> None:
         """Draft with the target's embedding and LM head [v, d]: build the head's transfer space, pack the injection for it."""

@@ -21,6 +21,8 @@ class CpuTestPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         _allow_backend()
+        server_args.attention_backend = ATTENTION_BACKEND
+        server_args.disable_cuda_graph = True
 
     def init_backend(self) -> None:
         """What every worker process calls: the lists that the main process has extended are its own."""
@@ -32,6 +34,9 @@ class CpuTestPlatform(CpuDeviceMixin, SRTPlatform):
         register_attention_backend(ATTENTION_BACKEND)(BlockTorchBackend)
         # DFlash's worker marks the stream that uses a tensor; a CPU has one, which PyTorch refuses to be told.
         torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"  # where no --device is given; the mixin's is no text
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
