@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Everything the README and the model cards say about the shipped drafters, measured again.
 #
-#   benchmarks/shipped.sh PROMPT_FOLDER RESULT_FOLDER [speed|acceptance|batch ...]
+#   benchmarks/shipped.sh PROMPT_FOLDER RESULT_FOLDER [speed|throughput|batch|acceptance|quality ...]
 #
-# PROMPT_FOLDER holds gsm8k.jsonl, humaneval.jsonl and mt-bench.jsonl, one {"turns": ["..."]} a line. About three quarters of an hour
-# on two idle cores; run it with nothing else on the machine. A result that is there already is not measured again.
+# PROMPT_FOLDER holds the seven benchmarks (gsm8k.jsonl and so on), one {"turns": ["..."]} a line. About two and a half hours on two cores,
+# the first hour of which (speed, throughput, batch) wants nothing else on the machine. A result that is there already is not measured again.
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n '2,8p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,7p' "$0"; exit 2; }
 prompts=$1 results=$2
 shift 2
-parts=${*:-speed acceptance batch}
+parts=${*:-speed throughput batch acceptance quality}
 dspine=${DSPINE:-dspine}
 mkdir -p "$results"
 
@@ -25,27 +25,32 @@ for part in $parts; do
     case $part in
     speed)
         keep speed-gsm8k-dspine $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160
+        keep speed-gsm8k-dspine-width8 $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 100 --max-new-tokens 160 --width 8
         keep speed-gsm8k-dflash $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 6 --max-new-tokens 160 --drafter dflash
         keep speed-gsm8k-reference $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 4 --max-new-tokens 160 --reference
         ;;
-    acceptance)
-        for benchmark in gsm8k humaneval mt-bench; do
-            for temperature in 0 1; do
-                limit=24
-                [ "$benchmark-$temperature" = gsm8k-0 ] && limit=100
-                for drafter in dspine dflash; do
-                    file=$results/acceptance-$benchmark-$drafter-t$temperature.json
-                    [ -s "$file" ] || $dspine eval acceptance --prompts "$prompts/$benchmark.jsonl" --limit $limit \
-                        --max-new-tokens 160 --drafter $drafter --temperature $temperature --seed 0 --width 8 --batch 16 --output "$file"
-                done
+    acceptance) # 20 conversations of MT-Bench have 40 answers
+        for part in gsm8k:80 humaneval:80 math500:40 mbpp:40 mt-bench:20 arena-hard-v2:32 livecodebench:32; do
+            for drafter in dspine dflash; do
+                $dspine eval acceptance -B "${part%:*}" --data "$prompts" --limit "${part#*:}" --max-new-tokens 128 \
+                    -T 0 -T 1 --seed 0 --batch 16 --drafter $drafter --output "$results/acceptance/$drafter"
             done
         done
+        ;;
+    quality)
+        for benchmark in humaneval gsm8k; do
+            $dspine eval quality -B $benchmark --data "$prompts" --limit 100 --max-new-tokens 256 --output "$results/quality"
+        done
+        ;;
+    throughput)
+        $dspine bench throughput --prompts "$prompts/gsm8k.jsonl" --limit 16 --max-new-tokens 96 --repeats 2 \
+            --drafter dflash --drafter dspine --output "$results/throughput.json"
         ;;
     batch)
         keep batch-32 $dspine bench batch --prompts "$prompts/gsm8k.jsonl" --rows 32 --max-new-tokens 160
         ;;
     *)
-        echo "unknown part: $part (speed, acceptance, batch)" >&2
+        echo "unknown part: $part (speed, throughput, batch, acceptance, quality)" >&2
         exit 2
         ;;
     esac

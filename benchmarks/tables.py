@@ -10,7 +10,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}
+BENCHMARKS = {
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "humaneval": "HumanEval",
+    "mbpp": "MBPP",
+    "livecodebench": "LiveCodeBench",
+    "mt-bench": "MT-Bench, two turns",
+    "arena-hard-v2": "Arena-Hard v2",
+}
 
 
 def read(folder: Path, name: str) -> dict[str, Any] | None:
@@ -23,7 +31,7 @@ def acceptance_table(folder: Path) -> list[str]:
     rows = ["| prompts | T | DFlash | DSpine | gain |", "| --- | --- | --- | --- | --- |"]
     for benchmark, title in BENCHMARKS.items():
         for temperature in (0, 1):
-            dflash, dspine = (read(folder, f"acceptance-{benchmark}-{name}-t{temperature}") for name in ("dflash", "dspine"))
+            dflash, dspine = (read(folder / name, f"{benchmark}-T{temperature}") for name in ("dflash", "dspine"))
             if dflash is None or dspine is None:
                 continue
             cells = [
@@ -41,7 +49,7 @@ def speed_table(folder: Path) -> list[str]:
         "| drafter, prompts | tau | plain tok/s | drafted tok/s | speed-up | identical | draft share |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in ("dspine", "dflash"):
+    for name in ("dspine", "dspine-width8", "dflash"):
         r = read(folder, f"speed-gsm8k-{name}")
         if r is not None:
             speeds = f"{r['plain_tok_per_s']:.1f} | {r['spec_tok_per_s']:.1f} | {r['speedup']:.2f}x"
@@ -56,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     folder = parser.parse_args().results
-    print("\n".join([*speed_table(folder), "", *acceptance_table(folder)]))
+    print("\n".join([*speed_table(folder), "", *acceptance_table(folder / "acceptance")]))
     for name in ("speed-gsm8k-reference", "batch-32"):
         result = read(folder, name)
         if result is not None:

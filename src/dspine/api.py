@@ -17,10 +17,11 @@ from typing import Any, overload
 from torch import nn
 
 from dspine.decoding.calibration import load_calibration
-from dspine.decoding.engine import Engine, Width
+from dspine.decoding.engine import Engine
 from dspine.decoding.request import FinishReason, Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.stats import DecodeStats
+from dspine.decoding.width_policy import Width
 from dspine.drafters.base import BlockDrafter, DraftRunner
 from dspine.drafters.checkpoint import load_drafter, resolve, shipped_for
 from dspine.errors import UserError

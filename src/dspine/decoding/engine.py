@@ -18,19 +18,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dspine.decoding.calibration import Calibration
-from dspine.decoding.confidence import ConfidenceScheduler
 from dspine.decoding.logprobs import token_logprobs
 from dspine.decoding.request import Progress, Request, new_request
 from dspine.decoding.sampling import SamplingParams
-from dspine.decoding.verdicts import first_token, judge
+from dspine.decoding.verdicts import draft_randomness, first_token, judge
 from dspine.decoding.verify import Verdict
-from dspine.decoding.width import CostTable, WidthController, timed
+from dspine.decoding.width import CostTable, timed
+from dspine.decoding.width_policy import Width, new_width_policy
 from dspine.drafters.base import Draft, DraftRunner
 from dspine.errors import UserError
 from dspine.modules.kv_cache import KVCache
@@ -38,7 +37,6 @@ from dspine.stages import stage
 from dspine.targets.model import Target, TargetOutput
 
 PREFILL_CHUNK = 512  # prompt tokens per forward
-Width = int | Literal["auto", "confidence"]
 Observer = Callable[[Request, list[float], int], None]  # a row of a round: its raw confidences [m], how many were accepted
 
 
@@ -54,30 +52,17 @@ class Engine:
     ) -> None:  # fmt: skip
         if max_rows < 1:
             raise UserError(f"max_rows = {max_rows}: the engine needs at least 1 row")
-        limit = drafter.config.max_width if drafter is not None else 1
-        if width not in ("auto", "confidence") and not (isinstance(width, int) and 1 <= width <= max(limit, 1)):
-            raise UserError(
-                f"width = {width!r}: give 'auto', 'confidence' or a whole number from 1 (plain) to {limit} (the drafter's block "
-                "size)"
-            )
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self._taps = drafter.config.target_layer_ids if drafter is not None else ()
-        self._fixed_width = width if isinstance(width, int) else None
+        self._max_width = drafter.config.max_width if drafter is not None else 1
+        expected = drafter.config.expected_acceptance if drafter is not None else ()
+        self._widths = new_width_policy(width, self._max_width, expected, CostTable(self._time_forward), calibration)
         self._live: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._count = 0
         self._cache: KVCache | None = None
         self._draft_cache: KVCache | None = None
-        costs = CostTable(self._time_forward)
-        self._controller = (
-            WidthController(limit, drafter.config.expected_acceptance, costs) if drafter is not None else None
-        )  # fmt: skip
         self._observer = observer
-        self._scheduler: ConfidenceScheduler | None = None
-        if width == "confidence" and drafter is not None:
-            self._fixed_width = limit  # where no scheduler decides
-            if calibration is not None:
-                self._scheduler = ConfidenceScheduler(calibration, limit - 1, costs)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -185,17 +170,14 @@ class Engine:
         return token, logits
 
     def _round(self) -> list[Progress]:
-        rows = len(self._live)
-        width = self._choose_width()  # before the clock starts: its first call times some forwards
+        params = [r.params for r in self._live]
+        width = self._choose_width(params)  # before the clock starts: its first call times some forwards
         assert self._cache is not None
         started = time.perf_counter()
         anchors = torch.tensor([r.output_ids[-1] for r in self._live], device=self.target.device)
         draft = self._draft(anchors, width) if width > 1 else None
-        draft, confidence = self._shortened(draft)
-        num_verified = 0 if draft is None else draft.tokens.shape[1]
+        draft, confidence = self._shortened(draft, params)
         drafted_at = time.perf_counter()
-        if self._controller is not None and draft is not None:
-            self._controller.record_draft(drafted_at - started)
         tokens = anchors[:, None] if draft is None else torch.cat((anchors[:, None], draft.tokens), 1)
         with stage("verification"):
             out = self.target.forward(tokens, self._cache, self._taps)
@@ -205,76 +187,54 @@ class Engine:
         verified_at = time.perf_counter()
         self._advance(out, draft, verdicts)
         advanced_at = time.perf_counter()
-        drafted = None if draft is None else draft.tokens.tolist()
-        progress = []
-        if self._scheduler is not None and width > 1:
-            total = sum(v.num_accepted for v in verdicts)
-            self._scheduler.record([r.params for r in self._live], drafted_at - started, num_verified, total)
+        num_verified, num_accepted = tokens.shape[1] - 1, [v.num_accepted for v in verdicts]
+        if width > 1:
+            self._widths.record(params, drafted_at - started, num_verified, num_accepted)
+        if self._observer is not None and confidence:
+            for request, of_row, accepted in zip(self._live, confidence, num_accepted, strict=True):
+                self._observer(request, of_row, accepted)
         # Extending the drafter's context is the drafter's work too.
-        draft_s, verify_s = (drafted_at - started + advanced_at - verified_at) / rows, (verified_at - drafted_at) / rows
-        for row, (request, verdict) in enumerate(zip(self._live, verdicts, strict=True)):
-            accepted = drafted[row][: verdict.num_accepted] if drafted is not None else []
-            if self._controller is not None and draft is not None:
-                self._controller.record(num_verified, verdict.num_accepted)
-            if self._observer is not None and confidence:
-                self._observer(request, confidence[row], verdict.num_accepted)
-            request.stats.record_round(num_verified, verdict.num_accepted)
-            request.stats.draft_s += draft_s
-            request.stats.verify_s += verify_s
-            progress.append(self._commit(request, [*accepted, verdict.next_token], verdict.num_accepted, logits[row]))
-        other_s = (time.perf_counter() - advanced_at) / rows
-        for request in self._live:
-            request.stats.other_s += other_s
+        draft_s, verify_s = drafted_at - started + advanced_at - verified_at, verified_at - drafted_at
+        progress = self._hand_out(tokens[:, 1:].tolist(), verdicts, logits)
+        other_s, rows = time.perf_counter() - advanced_at, len(self._live)
+        for request, accepted in zip(self._live, num_accepted, strict=True):
+            request.stats.record_round(num_verified, accepted)
+            request.stats.draft_s += draft_s / rows
+            request.stats.verify_s += verify_s / rows
+            request.stats.other_s += other_s / rows
         self._remove_finished()
         return progress
 
-    def _choose_width(self) -> int:
-        if self.drafter is None or self._controller is None:
-            return 1
-        if self._scheduler is not None:
-            width = 1 + self._scheduler.tokens_to_draft([r.params for r in self._live])
-        elif self._fixed_width is not None:
-            width = self._fixed_width
-        elif all(r.params.is_greedy for r in self._live):
-            width = self._controller.choose(len(self._live))
-        else:
-            # A timing must not change which random numbers a seeded request uses, so sampling keeps one width.
-            return self._controller.maximum
-        if all(r.params.is_greedy for r in self._live):
+    def _hand_out(self, drafted: list[list[int]], verdicts: list[Verdict], logits: Tensor) -> list[Progress]:
+        """Give every row its accepted tokens, of those drafted [n][m], and the verdict's own. logits [n, w, v]."""
+        return [
+            self._commit(request, [*row[: v.num_accepted], v.next_token], v.num_accepted, of_row)
+            for request, row, v, of_row in zip(self._live, drafted, verdicts, logits, strict=True)
+        ]
+
+    def _choose_width(self, params: list[SamplingParams]) -> int:
+        width = self._widths.width(params)
+        if all(p.is_greedy for p in params):  # a sampled row uses as many random numbers near its end as before
             width = min(width, max(r.remaining for r in self._live))
         return width
 
     def _draft(self, anchors: Tensor, width: int) -> Draft:
         assert self.drafter is not None and self._draft_cache is not None
-        temperatures, uniforms = self._draft_randomness(width - 1)
+        temperatures, uniforms = draft_randomness(self._live, width - 1, self.target.device)
         with stage("draft_backbone"):  # what a drafter does besides, it says itself
             return self.drafter.propose(anchors, self._draft_cache, width - 1, temperatures, uniforms)
 
-    def _shortened(self, draft: Draft | None) -> tuple[Draft | None, list[list[float]]]:
+    def _shortened(self, draft: Draft | None, params: list[SamplingParams]) -> tuple[Draft | None, list[list[float]]]:
         """As much of a draft as is to be verified, and its raw confidences [n, m] where somebody wants to know."""
-        if draft is None or draft.confidence is None or (self._scheduler is None and self._observer is None):
+        decides = self._widths.reads_confidence
+        if draft is None or draft.confidence is None or not (decides or self._observer is not None):
             return draft, []
         with stage("selection"):
             confidence: list[list[float]] = draft.confidence().tolist()
-            if self._scheduler is None:
+            if not decides:
                 return draft, confidence
-            kept = self._scheduler.tokens_to_verify(confidence, [r.params for r in self._live])
+            kept = self._widths.tokens_to_verify(confidence, params)
             return (draft.first(kept) if kept else None), confidence
-
-    def _draft_randomness(self, num_draft_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Each row's temperature (0 = greedy) [n] and, if any row samples, its uniforms [n, m]."""
-        device = self.target.device
-        sampled = [not r.params.is_greedy for r in self._live]
-        temperatures = torch.tensor(
-            [r.params.temperature if s else 0.0 for r, s in zip(self._live, sampled, strict=True)], device=device
-        )
-        if not any(sampled):
-            return temperatures, None
-        draws = [
-            torch.rand(num_draft_tokens, generator=r.generator) if s else torch.zeros(num_draft_tokens)
-            for r, s in zip(self._live, sampled, strict=True)
-        ]
-        return temperatures, torch.stack(draws).to(device)
 
     def _advance(self, out: TargetOutput, draft: Draft | None, verdicts: list[Verdict]) -> None:
         """Commit each row's anchor and accepted candidates in both caches; the rest stays behind its length."""
@@ -309,7 +269,7 @@ class Engine:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _caches(self, capacity: int) -> tuple[KVCache, KVCache | None]:
-        capacity += self._controller.maximum if self._controller is not None else 1
+        capacity += self._max_width
         if self._cache is None:
             self._cache = self.target.new_cache(self.max_rows, capacity)
             self._draft_cache = self.drafter.new_cache(self.max_rows, capacity) if self.drafter is not None else None

@@ -53,3 +53,18 @@ def _row_q(draft: Draft | None, row: int, m: int, p: Tensor) -> SparseQ:
         assert m == 0, "a sampled row needs its drafter's q"
         return SparseQ(p.new_zeros(0, 1, dtype=torch.long), p.new_zeros(0, 1))
     return SparseQ(draft.q_ids[row], draft.q_probs[row])
+
+
+def draft_randomness(requests: Sequence[Request], num_draft_tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Each request's temperature for drafting (0 = greedy) [n] and, if any of them samples, its uniforms [n, m]."""
+    sampled = [not r.params.is_greedy for r in requests]
+    temperatures = torch.tensor(
+        [r.params.temperature if s else 0.0 for r, s in zip(requests, sampled, strict=True)], device=device
+    )
+    if not any(sampled):
+        return temperatures, None
+    draws = [
+        torch.rand(num_draft_tokens, generator=r.generator) if s else torch.zeros(num_draft_tokens)
+        for r, s in zip(requests, sampled, strict=True)
+    ]
+    return temperatures, torch.stack(draws).to(device)

@@ -14,10 +14,11 @@ from typing import Protocol
 
 import torch
 
-from dspine.decoding.engine import Engine, Width
+from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.stats import DecodeStats
+from dspine.decoding.width_policy import Width
 from dspine.drafters.base import BlockDrafter
 from dspine.targets.model import Target
 

@@ -31,9 +31,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspine.api import find_drafter
 from dspine.decoding.calibration import load_calibration
-from dspine.decoding.engine import Engine, Width
+from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
+from dspine.decoding.width_policy import Width
 from dspine.drafters.base import BlockDrafter
 from dspine.errors import UserError
 from dspine.targets.model import Target
