@@ -3,7 +3,6 @@ distributed as the target's. An engine takes half a minute to start, and there i
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,13 @@ from pathlib import Path
 import pytest
 import sglang
 import torch
+from checkpoints import changed_checkpoint, with_norms_and_whole_vocabulary
 from dspine_sglang.comparison import Decoded, decode_in_dspine, decode_in_sglang, sglang_engine
-from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.checkpoint import load_drafter
-from dspine.drafters.config import DrafterConfig
 from dspine.targets.model import Target
 
 pytestmark = pytest.mark.engine
@@ -126,23 +124,10 @@ def test_a_refused_request_says_why(engine: sglang.Engine, prompts: list[list[in
         engine.generate(input_ids=prompts[0], sampling_params={**GREEDY, "repetition_penalty": 1.3})
 
 
-@pytest.fixture
-def other_checkpoint(dspine_checkpoint: Path, tmp_path: Path) -> Path:
-    """The shipped drafter with what it does not have: norms of queries and keys, and the whole vocabulary to draft from."""
-    tensors = load_file(dspine_checkpoint / "model.safetensors")
-    config = DrafterConfig.read(dspine_checkpoint)
-    for layer, name in itertools.product(range(config.num_layers), ("q_norm", "k_norm")):
-        tensors[f"backbone.layers.{layer}.self_attn.{name}.weight"] = torch.full((config.head_dim,), 1.5)
-    tensors["draft_ids"] = tensors["draft_ids"][:0]
-    changed = config.model_copy(update={"qk_norm": True, "draft_vocab_size": 0})
-    (tmp_path / "config.json").write_text(changed.model_dump_json(), encoding="utf-8")
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
-
-
 def test_another_drafter_and_another_width(
-    other_checkpoint: Path, target_folder: Path, target: Target, prompts: list[list[int]], plain: list[list[int]]
+    dspine_checkpoint: Path, tmp_path: Path, target_folder: Path, target: Target, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
+    other_checkpoint = changed_checkpoint(dspine_checkpoint, tmp_path, with_norms_and_whole_vocabulary)
     with sglang_engine(target_folder, other_checkpoint, speculative_num_draft_tokens=5) as started:
         theirs = decode_in_sglang(started, prompts, GREEDY)
     ours = in_dspine(target, other_checkpoint, prompts, width=5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from dspine_sglang import server_args as checks
 from dspine_sglang.server_args import check_server_args, chosen_width, draft_checkpoint
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from dspine.errors import UserError
@@ -123,9 +124,6 @@ def test_the_width_is_as_asked_for(target_folder: Path, dspine_checkpoint: Path)
 
 
 def resolve(given: ServerArgs) -> Any:
-    """Arguments after the part of SGLang's resolution that is about speculative decoding."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
-
-    handle_speculative_decoding(given)
+    """Arguments after the whole of SGLang's resolution, as a server's are before anything is loaded."""
+    given.resolve_once()
     return resolving_view(given)
