@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dspine.commands.data import app
 from dspine.errors import UserError
-from dspine.training.journal import partial_file, read_rows
+from dspine.journal import partial_file, read_rows
 
 from .interrupts import heed_interrupts
 
@@ -160,7 +160,7 @@ def test_served_answers_need_no_weights(
     tmp_path: Path, target_folder: str, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an endpoint, tokenizer and config are enough; the key comes from the environment."""
-    from dspine.training.endpoint import ChatEndpoint, Completion
+    from dspine.endpoint import ChatEndpoint, Completion
 
     asked: list[tuple[str, str]] = []
 

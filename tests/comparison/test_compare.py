@@ -20,8 +20,8 @@ from dspine.comparison.plan import Plan, load_plan, row_recipes
 from dspine.comparison.run import checkpoint_of, run_comparison
 from dspine.comparison.table import against_reference, gains, markdown, read_lines, write_tables
 from dspine.errors import UserError
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.prompts import collect_prompts
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate
 

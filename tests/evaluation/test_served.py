@@ -11,13 +11,13 @@ import pytest
 
 from dspine.commands.main import run
 from dspine.decoding.sampling import SamplingParams
+from dspine.endpoint import ChatEndpoint
 from dspine.errors import UserError
 from dspine.evaluation.acceptance import AcceptanceReport, measure
 from dspine.evaluation.benchmarks import Benchmark
 from dspine.evaluation.served import OpenAIServer, ServerMeter, SGLangServer, sglang_counts
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
-from dspine.training.endpoint import ChatEndpoint
 
 from .counting_server import CountingServer, counting_server
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dspine.errors import UserError
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import AnswerHeader, AnswerRecord, load_answers, read_answers, versions, write_answers
 from dspine.training.prompts import prompt_sha256
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from dspine.endpoint import ChatEndpoint
 from dspine.errors import UserError
+from dspine.journal import partial_file
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import load_answers, read_answers
-from dspine.training.endpoint import ChatEndpoint
-from dspine.training.journal import partial_file
 from dspine.training.prompts import Prompt, collect_prompts
 from dspine.training.regenerate import (
     EndpointAnswerer,

@@ -16,8 +16,8 @@ from dspine.api import LLM
 from dspine.drafters.checkpoint import load_drafter
 from dspine.drafters.registry import DRAFTERS
 from dspine.errors import UserError
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import Answer, load_answers
 from dspine.training.prompts import collect_prompts
 from dspine.training.recipe import Recipe

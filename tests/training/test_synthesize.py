@@ -18,9 +18,9 @@ from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.decoding.text import TextStream
 from dspine.errors import UserError
+from dspine.journal import Journal, partial_file
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
-from dspine.training.journal import Journal, partial_file
 from dspine.training.prompts import read_prompts
 from dspine.training.synthesize import (
     TOPICS,

@@ -13,8 +13,8 @@ from dspine.commands.console import note, progress_bar, resumable, waiting
 from dspine.errors import UserError
 
 if TYPE_CHECKING:
+    from dspine.targets.chat import ChatFormat
     from dspine.targets.model import Target
-    from dspine.training.chat import ChatFormat
     from dspine.training.regenerate import Answerer
 
 app = typer.Typer(help="Make training data with the target itself.", no_args_is_help=True)
@@ -138,15 +138,15 @@ def _load(target: str, device: str, dtype: str) -> Target:
 
 
 def _local(target: Target) -> tuple[ChatFormat, Answerer]:
-    from dspine.training.chat import ChatFormat
+    from dspine.targets.chat import ChatFormat
     from dspine.training.regenerate import EngineAnswerer
 
     return ChatFormat.of(target), EngineAnswerer(target)
 
 
 def _served(url: str, model: str, target: str) -> tuple[ChatFormat, Answerer]:
-    from dspine.training.chat import ChatFormat
-    from dspine.training.endpoint import ChatEndpoint
+    from dspine.endpoint import ChatEndpoint
+    from dspine.targets.chat import ChatFormat
     from dspine.training.regenerate import EndpointAnswerer
 
     endpoint = ChatEndpoint(url=url, model=model, api_key=os.environ.get("OPENAI_API_KEY", ""))

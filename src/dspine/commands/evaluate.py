@@ -150,9 +150,9 @@ def _load(target: str, drafter: str, device: str, dtype: str, width: str, batch:
 
 
 def _server(url: str, model: str, sglang: bool, target: str, drafter: str, thinking: bool | None) -> Meter:
+    from dspine.endpoint import ChatEndpoint
     from dspine.evaluation.served import OpenAIServer, ServerMeter, SGLangServer
-    from dspine.training.chat import ChatFormat
-    from dspine.training.endpoint import ChatEndpoint
+    from dspine.targets.chat import ChatFormat
 
     endpoint = ChatEndpoint(url=url, model=model, api_key=os.environ.get("OPENAI_API_KEY", ""))
     server = SGLangServer(endpoint, ChatFormat.load(target)) if sglang else OpenAIServer(endpoint)

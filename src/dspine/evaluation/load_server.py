@@ -21,9 +21,9 @@ from pydantic import BaseModel, ValidationError
 from typing_extensions import Self
 
 from dspine.decoding.sampling import SamplingParams
+from dspine.endpoint import ChatEndpoint
 from dspine.errors import UserError
 from dspine.evaluation.load import Answer, WayFacts
-from dspine.training.endpoint import ChatEndpoint
 
 try:
     import httpx2

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from dspine.errors import UserError
 from dspine.evaluation.settings import RunSettings
 from dspine.files import write_text
-from dspine.training.journal import Journal, partial_file, storage_errors
+from dspine.journal import Journal, partial_file, storage_errors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from dspine.decoding.sampling import SamplingParams
+from dspine.endpoint import ChatEndpoint, RefusedError
 from dspine.errors import UserError
 from dspine.evaluation.acceptance import ConversationResult
 from dspine.evaluation.benchmarks import Benchmark
@@ -24,8 +25,7 @@ from dspine.evaluation.conversations import Conversation, conversations_of, turn
 from dspine.evaluation.machine import machine_facts
 from dspine.evaluation.settings import RunSettings, thinking_word
 from dspine.evaluation.spec_counters import SpecCounts, read_counters, settled_counters
-from dspine.training.chat import ChatFormat
-from dspine.training.endpoint import ChatEndpoint, RefusedError
+from dspine.targets.chat import ChatFormat
 
 Messages = list[dict[str, str]]
 

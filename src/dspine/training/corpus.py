@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import dspine
 from dspine.errors import UserError
+from dspine.journal import Row, header_of, numbered_rows, write_rows
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
-from dspine.training.journal import Row, header_of, numbered_rows, write_rows
 from dspine.training.prompts import Prompt, Ref, find_prompts
 
 FORMAT: Literal[1] = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspine.errors import UserError
-from dspine.training.journal import numbered_rows
+from dspine.journal import numbered_rows
 
 SUFFIX = ".jsonl"
 Ref = tuple[str, int]

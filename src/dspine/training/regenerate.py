@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
+from dspine.endpoint import ChatEndpoint, RefusedError, in_threads
 from dspine.errors import UserError
+from dspine.journal import Journal, Row, partial_file
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import AnswerHeader, AnswerRecord, read_answers, versions, write_answers
-from dspine.training.endpoint import ChatEndpoint, RefusedError, in_threads
-from dspine.training.journal import Journal, Row, partial_file
 from dspine.training.prompts import Prompt, Ref
 
 REFUSALS_IN_A_ROW = 8  # then it is not the prompts

@@ -19,9 +19,9 @@ from dspine.decoding.engine import Engine
 from dspine.decoding.request import Request
 from dspine.decoding.sampling import SamplingParams
 from dspine.errors import UserError
+from dspine.journal import Journal, Row, numbered_rows, partial_file, write_rows
+from dspine.targets.chat import SENTINEL, ChatFormat, Message
 from dspine.targets.model import Target
-from dspine.training.chat import SENTINEL, ChatFormat, Message
-from dspine.training.journal import Journal, Row, numbered_rows, partial_file, write_rows
 from dspine.training.prompts import SUFFIX
 
 TOPICS: dict[str, tuple[str, ...]] = {

@@ -12,8 +12,8 @@ from dspine.decoding.engine import Engine
 from dspine.decoding.sampling import SamplingParams
 from dspine.errors import UserError
 from dspine.evaluation.studies.answers import AnswerSource, block_anchors, check_disjoint, collect_answers
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import Answer
 from dspine.training.prompts import collect_prompts
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate

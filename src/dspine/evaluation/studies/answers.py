@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dspine.errors import UserError
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
 from dspine.training.anchors import sample_anchors
 from dspine.training.batches import ANSWERS, step_generator
-from dspine.training.chat import ChatFormat
 from dspine.training.corpus import Answer, load_answers, read_answers
 from dspine.training.prompts import collect_prompts
 from dspine.training.regenerate import EngineAnswerer, RegenerateSettings, regenerate

@@ -24,8 +24,8 @@ from dspine.evaluation.studies.blocks import Context, StudiedDrafter, TrueAnswer
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, answer_key, common, study_rows
 from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import receiver_slots
+from dspine.journal import Row
 from dspine.training.corpus import Answer
-from dspine.training.journal import Row
 
 TRUTH, PREDECESSOR, HISTORY, BOTH = "truth", "predecessor", "history", "both"
 CONTENTS = (TRUTH, PREDECESSOR, HISTORY, BOTH)  # what is predicted; truth: nothing

@@ -24,9 +24,9 @@ from dspine.evaluation.studies.probe import Examples, FitSettings, Fitted, Probe
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, StudyRows, answer_key, common, study_rows
 from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import SlotRange, slot_groups
+from dspine.journal import Row, storage_errors
 from dspine.modules.losses import DraftHead
 from dspine.training.corpus import Answer
-from dspine.training.journal import Row, storage_errors
 
 Advance = Callable[[int], None]
 

@@ -17,8 +17,8 @@ from dspine.evaluation.intervals import ratio_interval
 from dspine.evaluation.machine import machine_facts
 from dspine.evaluation.studies.blocks import StudiedDrafter
 from dspine.files import write_text
+from dspine.journal import Journal, Row
 from dspine.training.corpus import Answer
-from dspine.training.journal import Journal, Row
 
 StudyName = Literal["readout", "timing", "predecessor"]
 Interval = tuple[float, float]

@@ -22,8 +22,8 @@ from dspine.evaluation.studies.blocks import StudiedDrafter, TrueAnswer
 from dspine.evaluation.studies.results import BlockSettings, Share, StudyResult, answer_key, common, study_rows
 from dspine.evaluation.studies.sample import sample_blocks
 from dspine.evaluation.studies.slots import middle_anchor
+from dspine.journal import Row
 from dspine.training.corpus import Answer
-from dspine.training.journal import Row
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dspine.errors import UserError
-from dspine.training.journal import Journal, partial_file, read_rows, write_rows
+from dspine.journal import Journal, partial_file, read_rows, write_rows
 
 
 def accept(found: dict[str, Any]) -> None:

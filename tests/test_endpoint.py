@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dspine.endpoint import ChatEndpoint, Completion, RefusedError, in_threads
 from dspine.errors import UserError
-from dspine.training.endpoint import ChatEndpoint, Completion, RefusedError, in_threads
 
 
 class FakeServer(ThreadingHTTPServer):

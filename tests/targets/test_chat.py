@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dspine.errors import UserError
+from dspine.targets.chat import ChatFormat
 from dspine.targets.model import Target
-from dspine.training.chat import ChatFormat
 
 EOS = 1
 
