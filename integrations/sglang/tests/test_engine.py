@@ -114,7 +114,8 @@ def joint_distribution(target: Target, prompt: list[int]) -> dict[tuple[int, ...
             likeliest = (target.logits(hidden)[0] / SAMPLED["temperature"]).topk(int(SAMPLED["top_k"]))
             shares = torch.softmax(likeliest.values, -1)
             for token, share in zip(likeliest.indices.tolist(), shares.tolist(), strict=True):
-                longer[(*tokens, token)] = probability * share
+                answer = (*tokens, token)
+                longer[answer] = probability * share
         found = longer
     return found
 

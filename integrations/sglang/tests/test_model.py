@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from dspine.drafters.checkpoint import load_drafter
 from dspine.drafters.dspine import DSpineRunner
+from dspine.errors import UserError
 from dspine.targets.model import Target
 
 ANCHORS = torch.tensor([260, 5012, 77])
@@ -121,3 +122,9 @@ def test_the_sampler_that_a_graph_captures_drafts_the_same(
     assert sampled.q_probs is not None
     assert torch.equal(drafted[1], sampled.tokens[1])
     torch.testing.assert_close(sampler.q_out[1], sampled.q_probs[1], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", [None], indirect=True, ids=["shipped"])
+def test_other_weights_are_refused_once_it_runs(model: DSpineDraftModel, checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="cannot be given other weights"):
+        model.load_weights(iter(load_file(checkpoint / "model.safetensors").items()))

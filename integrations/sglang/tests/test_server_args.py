@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_accept_threshold_single": 0.9}, "acceptance thresholds"),
     ({"speculative_accept_threshold_acc": 0.9}, "acceptance thresholds"),
     ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+    ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
     ({"speculative_draft_model_quantization": "fp8"}, "unquantized"),
     ({"speculative_num_draft_tokens": 9}, "--speculative-num-draft-tokens 9"),
     ({"speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens 1"),

@@ -71,7 +71,8 @@ def test_cuts_in_turn_are_those_of_transformers(given: dict[str, float]) -> None
 def test_rows_keep_their_own_parameters() -> None:
     rows = logits(1).expand(2, -1)
     both = Cuts(
-        torch.tensor([1.0, 0.5]), torch.tensor([1, ALL]), torch.tensor([1.0, 0.6]), torch.zeros(2), True, True, False
+        temperatures=torch.tensor([1.0, 0.5]), top_ks=torch.tensor([1, ALL]), top_ps=torch.tensor([1.0, 0.6]),
+        min_ps=torch.zeros(2), need_top_k=True, need_top_p=True, need_min_p=False,
     )  # fmt: skip
     p = target_probabilities(rows, both)
     assert p[0].max() == 1.0

@@ -20,7 +20,7 @@ ARCHITECTURE = "DSpineDraftModel"
 _NO_LIMIT = 1 << 24
 
 
-class DSpineDraftConfig(PretrainedConfig):  # type: ignore[misc]
+class DSpineDraftConfig(PretrainedConfig):
     """`dspine` holds the checkpoint's config.json; the rest is what SGLang's DFlash code reads."""
 
     model_type = "dspine_draft"

@@ -102,6 +102,10 @@ def _server_refusals(args: Any) -> Iterator[Refusal]:
         args.enable_deterministic_inference,
         "--enable-deterministic-inference: verification does not draw from per-request seeds; leave it away",
     )
+    yield (
+        args.skip_tokenizer_init,
+        "--skip-tokenizer-init: the drafter is checked against the target's chat template; leave it away",
+    )
     quantization = args.speculative_draft_model_quantization
     yield quantization not in (None, "unquant"), f"the drafter runs unquantized, not in {quantization}; leave it away"
 

@@ -9,7 +9,7 @@ Shapes: b rows, w slots of a block (anchor first), m = w - 1 drafted tokens, v v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from dspine.decoding.verify import SparseQ, verify_rows
 GREEDY_TOP_K = 1  # SGLang turns temperature 0 into top-k 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cuts:
     """A batch's sampling parameters, a row each: temperatures, top_ps, min_ps fp32 [b], top_ks int [b]; flags say what any row
     needs. `renormalise`: every cut divides what the last one left, else all cuts are made on the same distribution."""
@@ -35,8 +35,13 @@ class Cuts:
 
     def each(self, slots: int) -> Cuts:
         """The same for every slot of every row, [b * slots]."""
-        rows = (t.repeat_interleave(slots) for t in (self.temperatures, self.top_ks, self.top_ps, self.min_ps))
-        return Cuts(*rows, self.need_top_k, self.need_top_p, self.need_min_p, self.renormalise)
+        return replace(
+            self,
+            temperatures=self.temperatures.repeat_interleave(slots),
+            top_ks=self.top_ks.repeat_interleave(slots),
+            top_ps=self.top_ps.repeat_interleave(slots),
+            min_ps=self.min_ps.repeat_interleave(slots),
+        )
 
 
 def target_probabilities(logits: Tensor, cuts: Cuts) -> Tensor:

@@ -14,7 +14,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspine.decoding.verify import SparseQ
 from dspine.errors import UserError
@@ -44,10 +44,8 @@ class EngineTarget:
         config = model_config.hf_text_config
         name = Path(model_config.model_path).name
         model = worker.model_runner.model
-        head, embedding = unwrap_lora_layer(model.lm_head), unwrap_lora_layer(model.get_input_embeddings())
-        for what, weight in (("LM head", head.weight), ("embedding", embedding.weight)):
-            if not is_dense_head_weight(weight):
-                raise UserError(f"{name}: its {what} is quantized, but {ALGORITHM} reads single rows of it; keep it unquantized")
+        head = _rows(name, "LM head", model.lm_head)[: model_config.vocab_size]
+        embedding = _rows(name, "embedding", model.get_input_embeddings())[: model_config.vocab_size]
         if config.model_type.startswith("gemma"):
             raise UserError(f"{name}: Gemma scales its embeddings, which {ALGORITHM} does not do for its drafter")
         return cls(
@@ -57,12 +55,20 @@ class EngineTarget:
             hidden_size=model_config.hidden_size,
             num_layers=config.num_hidden_layers,
             vocab_size=model_config.vocab_size,
-            head_weight=head.weight.detach()[: model_config.vocab_size],
-            embedding=embedding.weight.detach()[: model_config.vocab_size],
+            head_weight=head,
+            embedding=embedding,
         )
 
 
-class DSpineWorker(DFlashWorkerV2):  # type: ignore[misc]
+def _rows(name: str, what: str, module: nn.Module) -> Tensor:
+    """The weight [v', d] of a target's head or embedding, padding included."""
+    weight = dict(unwrap_lora_layer(module).named_parameters(recurse=False)).get("weight")
+    if weight is None or not is_dense_head_weight(weight):
+        raise UserError(f"{name}: its {what} is quantized, but {ALGORITHM} reads single rows of it; keep it unquantized")
+    return weight.detach()
+
+
+class DSpineWorker(DFlashWorkerV2):
     draft_model: DSpineDraftModel
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:

@@ -22,15 +22,17 @@ from torch.nn import functional as F
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.dspine import DSpineOptions
 from dspine.drafters.packed_injection import PackedInjection
+from dspine.errors import UserError
 from dspine.modules.injection import AdjacentInjection
 from dspine.modules.losses import DraftHead
 from dspine.modules.norm import rms_norm
 from dspine.modules.selection import walk_transitions
 from dspine.modules.transfer_space import build_transfer_space
+from dspine_sglang import ALGORITHM
 from dspine_sglang.loading import check_loaded, check_tensors, poison
 
 
-class DSpineAttention(DFlashAttention):  # type: ignore[misc]
+class DSpineAttention(DFlashAttention):
     """DFlash's attention; without its norms of queries and keys where the drafter was trained without."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any = None, prefix: str = "") -> None:
@@ -41,15 +43,15 @@ class DSpineAttention(DFlashAttention):  # type: ignore[misc]
 
     def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
         if self.qk_norm:
-            return super().forward(positions, hidden_states, forward_batch)  # type: ignore[no-any-return]
+            return super().forward(positions, hidden_states, forward_batch)
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = self.rotary_emb(positions, q, k)
         out, _ = self.o_proj(self.attn(q, k, v, forward_batch))
-        return out  # type: ignore[no-any-return]
+        return out
 
 
-class DSpineDecoderLayer(DFlashDecoderLayer):  # type: ignore[misc]
+class DSpineDecoderLayer(DFlashDecoderLayer):
     attention_cls = DSpineAttention
 
 
@@ -79,7 +81,7 @@ class TransitionSelector(nn.Module):
         return candidate_ids.gather(2, index[..., None])[..., 0], q
 
 
-class DSpineDraftModel(DFlashDraftModel):  # type: ignore[misc]
+class DSpineDraftModel(DFlashDraftModel):
     decoder_layer_cls = DSpineDecoderLayer
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
@@ -88,6 +90,8 @@ class DSpineDraftModel(DFlashDraftModel):  # type: ignore[misc]
         config.max_position_embeddings = config.context_len + self.drafter_config.block_size  # rotations are tabulated
         super().__init__(config, quant_config, prefix)
         self.supports_fused_context_kv = self.drafter_config.qk_norm  # the fused kernel always norms the keys
+        self._packed: PackedInjection | None = None
+        self._embedding = torch.zeros(0)
         self.injection = AdjacentInjection(
             self.drafter_config.hidden_size, self.drafter_config.num_layers, self.options.transfer_rank,
             self.options.message_width, self.options.inject_from - 1,
@@ -95,11 +99,12 @@ class DSpineDraftModel(DFlashDraftModel):  # type: ignore[misc]
         self.register_buffer("draft_ids", torch.zeros(self.drafter_config.draft_vocab_size, dtype=torch.int64))
         self.candidate_selector = TransitionSelector(self, self.options.num_candidates)
         self.lm_head: Any = None  # SGLang's worker leaves the target's here; `bind` has taken what is needed of it
-        self._embedding = torch.zeros(0)
-        self._packed: PackedInjection | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a checkpoint's tensors. Raises UserError where one is missing, unknown or of another shape."""
+        """Load a checkpoint's tensors. Raises UserError where one is missing, unknown or of another shape, and once the model
+        runs: graphs have been captured with what was packed of them."""
+        if self._packed is not None:
+            raise UserError(f"{ALGORITHM}: a running server's drafter cannot be given other weights; start the server again")
         tensors = dict(weights)
         check_tensors(self.drafter_config, tensors)
         poison(self)

@@ -33,7 +33,7 @@ class CpuTestPlatform(CpuDeviceMixin, SRTPlatform):
         _allow_backend()
         register_attention_backend(ATTENTION_BACKEND)(BlockTorchBackend)
         # DFlash's worker marks the stream that uses a tensor; a CPU has one, which PyTorch refuses to be told.
-        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+        torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # where no --device is given; the mixin's is no text
