@@ -3,8 +3,8 @@
     dspine export smollm2-135m-dspine --output draft
     vllm serve ... --speculative-config '{"method": "dflash", "model": "draft"}'
 
-It adds two draft architectures to vLLM's `dflash` method: DFlash without a norm on queries and keys, and DSpine. docs/vllm.md of
-dspine says what is refused and why.
+It adds two draft architectures to vLLM's `dflash` method: DFlash without a norm on queries and keys, and DSpine. On a CPU it
+also puts vLLM's sampling of drafted tokens right (`cpu_sampling`). docs/vllm.md of dspine says what is refused and why.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def register() -> None:
     ModelRegistry.register_model(DFLASH_ARCHITECTURE, "dspine_vllm.dflash:DFlashWithoutQKNorm")
     ModelRegistry.register_model(DSPINE_ARCHITECTURE, "dspine_vllm.dspine:DSpineForCausalLM")
     if supports(vllm.__version__):
-        from dspine_vllm.proposer import install
+        from dspine_vllm import cpu_sampling, proposer
 
-        install()
+        proposer.install()
+        cpu_sampling.install()

@@ -59,9 +59,7 @@ def vllm_engine(model: Path, speculative_config: dict[str, Any] | None, **option
 def decode_in_vllm(engine: VllmEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Decoded:
     """Answers by vLLM, and what its counters gained."""
     before = _counters(engine)
-    wanted = VllmSamplingParams(
-        temperature=params.temperature, top_k=params.top_k, max_tokens=params.max_new_tokens, seed=params.seed
-    )  # fmt: skip
+    wanted = VllmSamplingParams(temperature=params.temperature, max_tokens=params.max_new_tokens, seed=params.seed)
     results = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], wanted, use_tqdm=False)
     return Decoded([list(result.outputs[0].token_ids) for result in results], _counters(engine) - before)
 

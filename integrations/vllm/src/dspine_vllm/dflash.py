@@ -56,10 +56,10 @@ class CheckedDFlash(DFlashQwen3ForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         launch = Launch.of(vllm_config)
-        self_config = read_config(vllm_config.speculative_config.draft_model_config.hf_config, self.drafter)
-        check_launch(self_config, launch)
+        config = read_config(vllm_config.speculative_config.draft_model_config.hf_config, self.drafter)
+        check_launch(config, launch)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.drafter_config = self_config
+        self.drafter_config = config
         self.num_draft_tokens = launch.num_speculative_tokens
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

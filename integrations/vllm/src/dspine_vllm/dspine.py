@@ -31,18 +31,19 @@ class DSpineModel(DFlashModel):
 
     def forward(self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None = None) -> Tensor:
         """The last layer's states u_L [n, d], before its injection and the final norm."""
-        assert self.injection is not None, "the proposer binds the drafter to its target before the first step"
+        packed = self.injection
+        assert packed is not None, "the proposer binds the drafter to its target before the first step"
         x = self.embed_input_ids(input_ids) if input_embeds is None else input_embeds
         blocks = input_ids.shape[0] // self.slots  # rows beyond whole blocks are padding
         rows = blocks * self.slots
-        message = self.injection.anchor_message(input_ids[:rows].view(blocks, self.slots)[:, 0])
+        message = packed.anchor_message(input_ids[:rows].view(blocks, self.slots)[:, 0]) if blocks else x
         for i, layer in enumerate(self.layers):
             # Without a residual to add, vLLM's layer takes its input itself for one.
             out, residual = layer(positions=positions, hidden_states=x, residual=None)
             x = out + residual
-            if self.injection.first_layer <= i < self.injection.last_layer:
+            if blocks and packed.first_layer <= i < packed.last_layer:
                 states = x[:rows].view(blocks, self.slots, -1)
-                states[:, 1:], _ = self.injection.inject(i, states[:, 1:], message)
+                states[:, 1:], _ = packed.inject(i, states[:, 1:], message)
         return x
 
 

@@ -29,19 +29,23 @@ def install() -> None:
 
 
 class DSpineProposer(DFlashProposer):
+    drafter: DSpineForCausalLM | None = None  # `model`, before vLLM may wrap it, where it is a DSpine
+
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         if isinstance(self.model, CheckedDFlash):
             self.model.bind(EngineTarget.of(target_model, self.vllm_config.model_config))
+        if isinstance(self.model, DSpineForCausalLM):
+            self.drafter = self.model
 
     def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
         """Tokens [b * M] and, where they were drawn, their q [b * M, v]; hidden_states [b * M, d] are the slots'."""
-        if not isinstance(self.model, DSpineForCausalLM):
+        if self.drafter is None:
             return super()._sample_draft_tokens(hidden_states, sampling_metadata)
         slots = self.num_speculative_tokens
         u = hidden_states.view(-1, slots, hidden_states.shape[-1])
         anchors = self.input_ids[: u.shape[0] * (slots + 1)].view(-1, slots + 1)[:, 0]
-        ids, first, transitions = self.model.transition_cache(u, anchors)
+        ids, first, transitions = self.drafter.transition_cache(u, anchors)
         greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
         temperatures = draft_temperatures(sampling_metadata, u)
         uniforms = None if greedy else draft_uniforms(sampling_metadata, u.shape[:2], u.device)
