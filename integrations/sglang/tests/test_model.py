@@ -42,11 +42,6 @@ class BlockAttention(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.load("smollm2-135m")
-
-
-@pytest.fixture(scope="module")
 def runtime(target_folder: Path, dspine_checkpoint: Path) -> None:
     """What SGLang's layers ask about the process: its arguments, and groups of one."""
     arguments = ServerArgs(

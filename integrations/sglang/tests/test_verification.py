@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dspine_sglang.verification import Cuts, accept_block, target_probabilities
@@ -77,6 +79,13 @@ def test_rows_keep_their_own_parameters() -> None:
     p = target_probabilities(rows, both)
     assert p[0].max() == 1.0
     torch.testing.assert_close(p[1:], target_probabilities(rows[1:], cuts(1, temperature=0.5, top_p=0.6)))
+
+
+def test_many_rows_are_cut_as_few_are() -> None:
+    rows = torch.randn(150, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    many = replace(cuts(150, top_k=5, top_p=0.8), temperatures=torch.linspace(0.5, 1.5, 150))
+    alone = [target_probabilities(rows[i : i + 1], many.of(torch.tensor([i]))) for i in range(150)]
+    torch.testing.assert_close(target_probabilities(rows, many), torch.cat(alone))
 
 
 @pytest.mark.parametrize("given", CUTS, ids=str)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dspine.decoding.verify import SparseQ, verify_rows
 
 GREEDY_TOP_K = 1  # SGLang turns temperature 0 into top-k 1
+_ROWS_AT_ONCE = 64  # cutting takes eight times the memory of p, which is large already: slots of all rows by the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +34,34 @@ class Cuts:
     need_min_p: bool
     renormalise: bool = False
 
-    def each(self, slots: int) -> Cuts:
-        """The same for every slot of every row, [b * slots]."""
+    def of(self, rows: Tensor) -> Cuts:
+        """The cuts of rows [n] of the batch, each as often as it is named."""
         return replace(
             self,
-            temperatures=self.temperatures.repeat_interleave(slots),
-            top_ks=self.top_ks.repeat_interleave(slots),
-            top_ps=self.top_ps.repeat_interleave(slots),
-            min_ps=self.min_ps.repeat_interleave(slots),
+            temperatures=self.temperatures[rows],
+            top_ks=self.top_ks[rows],
+            top_ps=self.top_ps[rows],
+            min_ps=self.min_ps[rows],
         )
 
 
 def target_probabilities(logits: Tensor, cuts: Cuts) -> Tensor:
     """p of logits [n, v] under a row's own parameters, normalised, fp32; the argmax alone for a greedy row."""
+    p = torch.empty_like(logits, dtype=torch.float32)
+    for part in torch.arange(logits.shape[0], device=logits.device).split(_ROWS_AT_ONCE):
+        p[part] = _probabilities(logits[part], cuts.of(part))
+    return p
+
+
+def _probabilities(logits: Tensor, cuts: Cuts) -> Tensor:
     probs = torch.softmax(logits.float() / cuts.temperatures[:, None], -1)
-    greedy = cuts.top_ks <= GREEDY_TOP_K
     if cuts.need_top_k or cuts.need_top_p:
         probs = _without_tail(probs, cuts)
     if cuts.need_min_p:
         probs = probs * (probs >= cuts.min_ps[:, None] * probs.amax(-1, keepdim=True))
     probs = probs / probs.sum(-1, keepdim=True)
     best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], best, probs)
+    return torch.where((cuts.top_ks <= GREEDY_TOP_K)[:, None], best, probs)
 
 
 def _without_tail(probs: Tensor, cuts: Cuts) -> Tensor:
@@ -75,6 +82,7 @@ def accept_block(
     A greedy row's p is its argmax alone: verification then accepts by equality, whatever q says.
     """
     b, w, v = logits.shape
-    p = target_probabilities(logits.flatten(0, 1), cuts.each(w)).view(b, w, v)
+    rows = torch.arange(b, device=logits.device).repeat_interleave(w)
+    p = target_probabilities(logits.flatten(0, 1), cuts.of(rows)).view(b, w, v)
     uniform = torch.rand(b, w, dtype=torch.float64, device=logits.device, generator=generator)
     return verify_rows(p, drafted, q, uniform)
