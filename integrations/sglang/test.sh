@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tests of the SGLang plugin on a CPU, in an environment of their own that the first run builds (6 GB).
 #
-#   integrations/sglang/test.sh                          # everything: about ten minutes
+#   integrations/sglang/test.sh                          # everything: a quarter of an hour on one core
 #   integrations/sglang/test.sh -m "not engine"          # without starting SGLang: about a minute; any of pytest's options
 #   SGLANG_VERSION=0.5.22 integrations/sglang/test.sh    # another release of SGLang, in another environment
 set -eu
