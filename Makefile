@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_PROMPT := A baker fills 12 trays with 8 rolls each and sells 75 of the rolls. How many rolls are left? Explain step by step.
 
-.PHONY: demo test check browser test-sglang format clean
+.PHONY: demo test check browser test-sglang test-vllm format clean
 
 demo: $(STAMP)
 	@$(BIN)/dspine generate --chat --compare "$(DEMO_PROMPT)"
@@ -22,6 +22,9 @@ check: $(STAMP)
 browser: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -m browser
+
+test-vllm:
+	PYTHON=$(PYTHON) integrations/vllm/test.sh
 
 test-sglang:
 	PYTHON=$(PYTHON) integrations/sglang/test.sh

@@ -33,7 +33,7 @@ MAX_NEW_TOKENS = 64
 GREEDY = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 TOLERANCE = 0.02  # the last round of an answer may draft less in dspine's engine, which knows how much is still wanted
 MAX_MODEL_LEN = 512
-ANSWERS = 600  # of the distribution test
+ANSWERS = 400  # of the distribution test
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +108,14 @@ def test_sampled_text_follows_the_target(
 ) -> None:
     """Chi-square over the first four tokens, the last three of them drafted, of many answers to one prompt."""
     params = SamplingParams(temperature=0.8, top_k=3, max_new_tokens=4)
-    expected = exact(target, prompts[1], params)
+    expected = exact(target, prompts[0], params)
     config = {
         **export_checkpoint(shipped("dspine"), target, tmp_path / "draft").speculative_config,
         "draft_sample_method": method,
     }
     wanted = VllmSamplingParams(n=ANSWERS, temperature=0.8, top_k=3, max_tokens=4)
     with vllm_engine(model_folder, config, max_model_len=MAX_MODEL_LEN, max_num_seqs=64) as engine:
-        (result,) = engine.generate([{"prompt_token_ids": prompts[1]}], wanted, use_tqdm=False)
+        (result,) = engine.generate([{"prompt_token_ids": prompts[0]}], wanted, use_tqdm=False)
     seen = Counter(tuple(answer.token_ids) for answer in result.outputs)
     assert set(seen) <= set(expected)
     often = [tokens for tokens, p in expected.items() if p * ANSWERS >= 5]
