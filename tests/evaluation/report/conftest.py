@@ -1,4 +1,4 @@
-"""Result files made from the committed ones, which must stay readable."""
+"""Result files made from those in `results/`, real ones of an early release, which must stay readable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "benchmarks" / "results" / "2026-11-30"
+RESULTS = Path(__file__).parent / "results"
 CHECKPOINTS = ROOT / "checkpoints"
 
 Make = Callable[..., Path]
@@ -18,7 +18,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def committed() -> tuple[Path, Path]:
-    """The folders of committed results and of shipped checkpoints with their training curves."""
+    """The folders of those results and of shipped checkpoints with their training curves."""
     return RESULTS, CHECKPOINTS
 
 
