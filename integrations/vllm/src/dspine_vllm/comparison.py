@@ -8,6 +8,7 @@ Equal acceptance is what proves a drafter's context keys and values right: the t
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON here.")] = None,
 ) -> None:
     """Decode prompts in vLLM and in dspine's engine, and say whether text and acceptance length are the same."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else vLLM's CPU build takes nearly all memory for it
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     loaded = Target.load(target)
     model = bundled.ensure(target) if target in bundled.BUNDLED else Path(target)
