@@ -60,11 +60,47 @@ def speed_table(folder: Path) -> list[str]:
     return rows
 
 
+def throughput_table(folder: Path) -> list[str]:
+    """Tokens per second of every way of decoding by concurrency, and what DSpine gains over plain decoding."""
+    result = read(folder, "throughput")
+    if result is None:
+        return []
+    names = [way["name"] for way in result["ways"]]
+    rows = [f"| requests at once | {' | '.join(f'{name}, tok/s' for name in names)} | DSpine over plain | over DFlash |"]
+    rows.append("| --- " * (len(names) + 3) + "|")
+    for level in result["levels"]:
+        ways = {way["name"]: way for way in level["ways"]}
+        over = ways["dspine"]["speedup_over"]
+        speeds = " | ".join(f"{ways[name]['tok_per_s']:.1f}" for name in names)
+        rows.append(f"| {level['concurrency']} | {speeds} | {over['plain']:.2f}x | {over['dflash']:.2f}x |")
+    return rows
+
+
+def quality_table(folder: Path) -> list[str]:
+    """Texts and scores with and without the drafter."""
+    rows = [
+        "| benchmark | texts compared | identical | score without drafter | with drafter |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for benchmark, title in BENCHMARKS.items():
+        r = read(folder, f"{benchmark}-T0")
+        if r is not None:
+            scores = [f"{r[name]:.1%}" if r["graded"] else "not scored" for name in ("plain_score", "spec_score")]
+            rows.append(f"| {title} | {r['compared']} | {r['identical']} | {scores[0]} | {scores[1]} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     folder = parser.parse_args().results
-    print("\n".join([*speed_table(folder), "", *acceptance_table(folder / "acceptance")]))
+    tables = (
+        speed_table(folder),
+        throughput_table(folder),
+        acceptance_table(folder / "acceptance"),
+        quality_table(folder / "quality"),
+    )
+    print("\n\n".join("\n".join(table) for table in tables))
     for name in ("speed-gsm8k-reference", "batch-32"):
         result = read(folder, name)
         if result is not None:
