@@ -17,7 +17,7 @@ from dspine.evaluation.report.style import PALETTE, new_axes, styled
 from dspine.evaluation.report.svg import inline_svg
 
 Make = Callable[..., Path]
-VOID = {"meta", "br", "hr", "img", "link", "input"}
+VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
 
 
 class Page(HTMLParser):
