@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_PROMPT := A baker fills 12 trays with 8 rolls each and sells 75 of the rolls. How many rolls are left? Explain step by step.
 
-.PHONY: demo test check browser test-sglang test-vllm format clean
+.PHONY: demo test lint check browser test-sglang test-vllm format clean
 
 demo: $(STAMP)
 	@$(BIN)/dspine generate --chat --compare "$(DEMO_PROMPT)"
@@ -13,10 +13,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -m "not real" -q
 
 browser: $(STAMP)

@@ -344,6 +344,21 @@ def test_progress_adds_up_to_the_answers(tiny_target: Target, runner: Callable[[
         assert not request.accepted[0], "the first token comes from the prefill"
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_step_reports_an_answer_that_joins_and_ends_in_it_once(
+    tokens: int, tiny_target: Target, runner: Callable[[str], DraftRunner]
+) -> None:
+    engine = Engine(tiny_target, runner("oracle"), max_rows=3, width=BLOCK)
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, logprobs=1)
+    requests = [engine.submit(prompt, params) for prompt in PROMPTS[:3]]
+    progress = engine.step()
+    assert [p.request for p in progress] == requests
+    for p in progress:
+        assert p.request.finish_reason == "length"
+        assert len(p.token_ids) == len(p.accepted) == len(p.pieces) == len(p.logprobs) == tokens
+        assert p.token_ids == p.request.output_ids
+
+
 def test_statistics_count_rounds_and_time(tiny_target: Target, runner: Callable[[str], DraftRunner]) -> None:
     started = time.perf_counter()
     requests = run_all(

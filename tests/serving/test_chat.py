@@ -266,6 +266,22 @@ def test_a_streamed_completion(client: openai.OpenAI, llm: LLM) -> None:
     assert chunks[-1].usage.completion_tokens == 10
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_an_answer_may_end_in_the_round_it_joined(client: openai.OpenAI, llm: LLM, tokens: int, stream: bool) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": "first", "temperature": 0, "max_tokens": tokens, **FREE}
+    expected = llm.generate("first", max_new_tokens=tokens, ignore_eos=True).text
+    if stream:
+        chunks = list(client.completions.create(**options, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+        assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+    else:
+        reply = client.completions.create(**options)
+        assert (reply.choices[0].text, reply.choices[0].finish_reason) == (expected, "length")
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == tokens
+
+
 def test_completions_are_16_tokens_long_unless_asked(client: openai.OpenAI) -> None:
     usage = client.completions.create(model=MODEL, prompt="first", temperature=0, **FREE).usage
     assert usage is not None

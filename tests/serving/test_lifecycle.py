@@ -114,6 +114,26 @@ def test_a_failing_round_fails_its_requests_and_no_others(serve: Any, monkeypatc
         assert samples(server)["dspine_answers_total", "error"] == 1
 
 
+def test_an_answer_that_ended_just_before_a_failure_is_not_kept_waiting(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(max_rows=2) as server, server.client() as client:
+        admit = server.engine._admit
+
+        def admit_and_break() -> Any:
+            progress = admit()
+            if any(item.request.finish_reason is not None for item in progress):
+                monkeypatch.setattr(server.engine, "_round", lambda: 1 // 0)
+            return progress
+
+        monkeypatch.setattr(server.engine, "_admit", admit_and_break)
+        stream = client.completions.create(**LONG, stream=True)
+        next(stream)
+        with pytest.raises(openai.InternalServerError, match="log says why"):
+            client.completions.create(**{**LONG, "max_tokens": 1})
+        with pytest.raises(openai.APIError, match="log says why"):
+            list(stream)
+        server.wait_until_idle()
+
+
 # --- keys and hosts --------------------------------------------------------------------------------------------------
 
 

@@ -128,11 +128,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
-        """Admit, draft, verify, commit; returns what each request got."""
-        progress = self._admit()
+        """Admit, draft, verify, commit; returns what each request got, once even where it joined and ended."""
+        got = {p.request.id: p for p in self._admit()}
         if self._live:
-            progress += self._round()
-        return progress
+            for p in self._round():
+                first = got.get(p.request.id)
+                got[p.request.id] = p if first is None else first + p
+        return list(got.values())
 
     def _admit(self) -> list[Progress]:
         progress = []

@@ -86,6 +86,13 @@ class Progress:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def __add__(self, later: Progress) -> Progress:
+        """Both together, of one request."""
+        return Progress(
+            self.request, self.token_ids + later.token_ids, self.accepted + later.accepted,
+            self.pieces + later.pieces, self.logprobs + later.logprobs,
+        )  # fmt: skip
+
 
 def new_request(
     number: int, prompt_ids: list[int], params: SamplingParams, tokenizer: Any, room: int, vocab_size: int

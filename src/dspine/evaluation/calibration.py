@@ -152,11 +152,8 @@ def observe(
     engine = Engine(llm.target, llm.drafter.runner(llm.target), max_rows=llm.max_rows, width=width, observer=keep)
     for i, (ids, wanted) in enumerate(zip(prompts, params, strict=True)):
         index[engine.submit(ids, wanted).id] = i
-    finished: set[int] = set()  # one step may report a request twice: its first token, then its first round
     while engine.has_work:
-        ended = {p.request.id for p in engine.step() if p.request.finish_reason is not None} - finished
-        finished |= ended
-        on_progress(len(ended))
+        on_progress(sum(p.request.finish_reason is not None for p in engine.step()))
     if not rows:
         raise UserError(f"this {llm.drafter.config.drafter} drafter never said how sure it is: nothing was drafted, or it cannot")
     return rows

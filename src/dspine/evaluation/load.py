@@ -114,8 +114,7 @@ class EngineWay:
                 live[engine.submit(self._prompts[prompt], replace(params, seed=seed)).id] = place
             for progress in engine.step():
                 request = progress.request
-                # One step may report a request twice: its first token, then its first round.
-                if request.finish_reason is not None and request.id in live:
+                if request.finish_reason is not None:
                     answers[live.pop(request.id)] = _answer(request)
                     on_answer()
         return [answers[place] for place in range(len(order))]

@@ -131,7 +131,10 @@ class EngineThread:
             progress = self._engine.step()
         except Exception as error:  # one round's failure must not end the server
             log.error("a decoding round failed; the requests in it are given up", exc_info=error)
-            return [self._give_up(request, error) for request in self._engine.live_requests]
+            live = self._engine.live_requests
+            requests = [job.request for job in self._jobs.values() if job.request is not None]
+            # Those that ended before it failed have lost their last tokens with it.
+            return [self._give_up(r, error) for r in requests if r in live or r.finish_reason is not None]
         return [self._event(item) for item in progress]
 
     def _give_up(self, request: Request, error: Exception) -> Event:
