@@ -54,12 +54,12 @@ def random_case(b: int, m: int, k: int, v: int, seed: int = 0) -> tuple[Tensor, 
 @pytest.mark.parametrize(
     ("target", "drafted", "verdict"),
     [
-        ([7], [], Verdict(0, 7)),
-        ([7, 8], [7], Verdict(1, 8)),
-        ([7, 8], [6], Verdict(0, 7)),
-        ([1, 2, 3, 4], [1, 2, 3], Verdict(3, 4)),
-        ([1, 2, 3, 4], [1, 9, 3], Verdict(1, 2)),
-        ([1, 2, 3, 4], [9, 2, 3], Verdict(0, 1)),
+        ([7], [], Verdict([7])),
+        ([7, 8], [7], Verdict([7, 8])),
+        ([7, 8], [6], Verdict([7])),
+        ([1, 2, 3, 4], [1, 2, 3], Verdict([1, 2, 3, 4])),
+        ([1, 2, 3, 4], [1, 9, 3], Verdict([1, 2])),
+        ([1, 2, 3, 4], [9, 2, 3], Verdict([1])),
     ],
 )
 def test_greedy_cases(target: list[int], drafted: list[int], verdict: Verdict) -> None:
@@ -70,7 +70,8 @@ def test_greedy_cases(target: list[int], drafted: list[int], verdict: Verdict) -
 def test_greedy_emits_the_targets_own_tokens(target: list[int], data: st.DataObject) -> None:
     drafted = data.draw(st.lists(st.integers(0, 2), min_size=len(target) - 1, max_size=len(target) - 1))
     verdict = verify_greedy(torch.tensor(target), torch.tensor(drafted, dtype=torch.long))
-    emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
+    emitted = verdict.tokens
+    assert verdict.num_accepted == len(emitted) - 1
     assert emitted == target[: len(emitted)]
     assert len(emitted) == len(target) or drafted[len(emitted) - 1] != target[len(emitted) - 1]
 
@@ -129,8 +130,8 @@ def test_without_candidates_it_is_plain_sampling() -> None:
     none = SparseQ(torch.empty(0, 4, dtype=torch.long), torch.empty(0, 4))
     no_tokens = torch.empty(0, dtype=torch.long)
     tokens = [verify_sampled(p, no_tokens, none, generator(seed)) for seed in range(40)]
-    assert tokens == [Verdict(0, int(draw(p, uniforms(1, generator(seed))))) for seed in range(40)]
-    assert {t.next_token for t in tokens} == {0, 1, 2}
+    assert tokens == [Verdict([int(draw(p, uniforms(1, generator(seed))))]) for seed in range(40)]
+    assert {t.tokens[0] for t in tokens} == {0, 1, 2}
 
 
 @given(m=st.integers(0, 6), k=st.integers(1, 9), seed=st.integers(0, 10_000))
@@ -141,7 +142,7 @@ def test_one_row_equals_the_same_row_in_a_batch(m: int, k: int, seed: int) -> No
     for row in range(3):
         one, after = generator(seed + row), generator(seed + row)
         verdict = verify_sampled(p[row], drafted[row], SparseQ(q.ids[row], q.probs[row]), one)
-        assert verdict == Verdict(int(num_accepted[row]), int(next_token[row]))
+        assert verdict == Verdict([*drafted[row, : int(num_accepted[row])].tolist(), int(next_token[row])])
         uniforms(m + 1, after)
         assert torch.equal(one.get_state(), after.get_state()), "the count of draws must not depend on the outcome"
 

@@ -37,13 +37,13 @@ def test_costs_between_points_lie_on_the_line_and_beyond_them_on_the_ray() -> No
 
 def test_expected_length_is_one_plus_the_survival_of_every_slot() -> None:
     controller = WidthController(4, (0.8, 0.5, 0.25), costs())
-    assert [round(controller.expected_length(w), 6) for w in (1, 2, 3, 4)] == [1.0, 1.8, 2.2, 2.3]
+    assert [round(controller.expected_lengths()[w - 1], 6) for w in (1, 2, 3, 4)] == [1.0, 1.8, 2.2, 2.3]
 
 
 def test_the_choice_is_the_best_rate_by_brute_force() -> None:
     controller = WidthController(8, (0.8, 0.7, 0.6, 0.5), costs(1.0, 0.15))
     controller.record_draft(0.3)
-    rates = {w: controller.expected_length(w) / (0.3 + 1.0 + 0.15 * w) for w in range(2, 9)}
+    rates = {w: controller.expected_lengths()[w - 1] / (0.3 + 1.0 + 0.15 * w) for w in range(2, 9)}
     assert controller.choose(1) == max(rates, key=lambda w: rates[w])
     assert 2 < controller.choose(1) < 8
 
@@ -63,7 +63,7 @@ def test_more_rows_make_narrower_rounds() -> None:
 
 
 def test_a_short_list_of_expectations_goes_on_with_its_last() -> None:
-    assert WidthController(5, (0.5,), costs()).expected_length(5) == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert WidthController(5, (0.5,), costs()).expected_lengths()[4] == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ def test_acceptance_of_slots_that_were_reached_is_learned() -> None:
     controller = WidthController(4, (0.5, 0.5, 0.5), costs())
     for _ in range(400):
         controller.record(3, 1)  # the first always stands, the second never
-    assert controller.expected_length(2) == pytest.approx(2.0, abs=0.01)
-    assert controller.expected_length(4) == pytest.approx(2.0, abs=0.01), "the third is never reached"
+    assert controller.expected_lengths()[1] == pytest.approx(2.0, abs=0.01)
+    assert controller.expected_lengths()[3] == pytest.approx(2.0, abs=0.01), "the third is never reached"
 
 
 def test_one_round_moves_the_expectation_a_little() -> None:
     controller = WidthController(2, (0.5,), costs())
     controller.record(1, 1)
-    assert controller.expected_length(2) - 1 == pytest.approx((0.98 * 0.5 * PRIOR_ROUNDS + 1) / (0.98 * PRIOR_ROUNDS + 1))
+    assert controller.expected_lengths()[1] - 1 == pytest.approx((0.98 * 0.5 * PRIOR_ROUNDS + 1) / (0.98 * PRIOR_ROUNDS + 1))
 
 
 def test_one_slow_draft_does_not_end_drafting() -> None:

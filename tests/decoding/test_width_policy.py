@@ -34,7 +34,9 @@ def test_auto_learns_every_rows_outcome() -> None:
     MeasuredWidth(controller).record([GREEDY, GREEDY], 0.1, 3, [3, 1])
     other.record(3, 3)
     other.record(3, 1)
-    assert controller.expected_length(4) == other.expected_length(4) != WidthController(4, (0.5,), FLAT).expected_length(4)
+    assert (
+        controller.expected_lengths()[3] == other.expected_lengths()[3] != WidthController(4, (0.5,), FLAT).expected_lengths()[3]
+    )
 
 
 @pytest.mark.parametrize("params", [[GREEDY], [SAMPLED, GREEDY]])

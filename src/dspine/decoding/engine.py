@@ -144,7 +144,7 @@ class Engine:
             self._live.append(request)
             token, logits = self._prefill(request, len(self._live) - 1)
             request.stats.prefill_s += time.perf_counter() - started
-            progress.append(self._commit(request, [token], 0, logits))
+            progress.append(self._commit(request, Verdict([token]), logits))
         self._remove_finished()
         return progress
 
@@ -187,7 +187,7 @@ class Engine:
         with stage("acceptance"):
             verdicts = judge(self._live, logits, draft)
         verified_at = time.perf_counter()
-        self._advance(out, draft, verdicts)
+        self._advance(out, verdicts)
         advanced_at = time.perf_counter()
         num_verified, num_accepted = tokens.shape[1] - 1, [v.num_accepted for v in verdicts]
         if width > 1:
@@ -197,7 +197,7 @@ class Engine:
                 self._observer(request, of_row, accepted)
         # Extending the drafter's context is the drafter's work too.
         draft_s, verify_s = drafted_at - started + advanced_at - verified_at, verified_at - drafted_at
-        progress = self._hand_out(tokens[:, 1:].tolist(), verdicts, logits)
+        progress = [self._commit(*row) for row in zip(self._live, verdicts, logits, strict=True)]
         other_s, rows = time.perf_counter() - advanced_at, len(self._live)
         for request, accepted in zip(self._live, num_accepted, strict=True):
             request.stats.record_round(num_verified, accepted)
@@ -206,13 +206,6 @@ class Engine:
             request.stats.other_s += other_s / rows
         self._remove_finished()
         return progress
-
-    def _hand_out(self, drafted: list[list[int]], verdicts: list[Verdict], logits: Tensor) -> list[Progress]:
-        """Give every row its accepted tokens, of those drafted [n][m], and the verdict's own. logits [n, w, v]."""
-        return [
-            self._commit(request, [*row[: v.num_accepted], v.next_token], v.num_accepted, of_row)
-            for request, row, v, of_row in zip(self._live, drafted, verdicts, logits, strict=True)
-        ]
 
     def _choose_width(self, params: list[SamplingParams]) -> int:
         width = self._widths.width(params)
@@ -238,34 +231,31 @@ class Engine:
             kept = self._widths.tokens_to_verify(confidence, params)
             return (draft.first(kept) if kept else None), confidence
 
-    def _advance(self, out: TargetOutput, draft: Draft | None, verdicts: list[Verdict]) -> None:
+    def _advance(self, out: TargetOutput, verdicts: list[Verdict]) -> None:
         """Commit each row's anchor and accepted candidates in both caches; the rest stays behind its length."""
         assert self._cache is not None
-        rows = len(verdicts)
-        kept = torch.tensor([v.num_accepted + 1 for v in verdicts])
+        rows, most = len(verdicts), max(len(v.tokens) for v in verdicts)
+        kept = torch.tensor([len(v.tokens) for v in verdicts])
         self._cache.lengths[:rows] += kept
         if self.drafter is not None and self._draft_cache is not None and out.features is not None:
             # What follows a kept token: the next accepted one, or the verdict's. Past those is garbage, never committed.
-            following = out.features.new_zeros(rows, int(kept.max()), dtype=torch.long)
-            if draft is not None:
-                following[:, : draft.tokens.shape[1]] = draft.tokens[:, : following.shape[1]]
-            last = torch.tensor([[v.next_token] for v in verdicts], device=following.device)
-            following.scatter_(1, kept.to(following.device)[:, None] - 1, last)
+            padded = [v.tokens + [0] * (most - len(v.tokens)) for v in verdicts]
+            following = torch.tensor(padded, device=out.features.device)
             with stage("draft_backbone"):
-                self.drafter.extend(out.features[:, : following.shape[1]], following, self._draft_cache)
+                self.drafter.extend(out.features[:, :most], following, self._draft_cache)
             self._draft_cache.lengths[:rows] += kept
 
-    def _commit(self, request: Request, tokens: list[int], num_accepted: int, logits: Tensor) -> Progress:
-        """Hand tokens to a request until one of them finishes it. `logits` [len(tokens), v] are those they came from."""
+    def _commit(self, request: Request, verdict: Verdict, logits: Tensor) -> Progress:
+        """Hand a verdict's tokens to a request until one of them finishes it. `logits` [w, v]: what the slots said."""
         pieces: list[str] = []
-        for position, token in enumerate(tokens):
-            finished = request.append(token, position < num_accepted, self.target.eos_token_ids)
+        for position, token in enumerate(verdict.tokens):
+            finished = request.append(token, position < verdict.num_accepted, self.target.eos_token_ids)
             pieces.append(request.text.take(final=finished))
             if finished:
                 break
         used = len(pieces)
         wanted = request.params.logprobs
-        logprobs = token_logprobs(logits, tokens[:used], wanted) if wanted is not None else []
+        logprobs = token_logprobs(logits, verdict.tokens[:used], wanted) if wanted is not None else []
         return Progress(request, request.output_ids[-used:], request.accepted[-used:], pieces, logprobs)
 
     # -- rows -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Accept or refuse drafted tokens so that the output follows the target exactly. Pure functions on p and q.
 
     verdict = verify_sampled(p, drafted, q, generator)
-    new_tokens = drafted[: verdict.num_accepted].tolist() + [verdict.next_token]
+    new_tokens = verdict.tokens
 
 Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, theorem 1): a
 candidate x ~ q is accepted with min(1, p(x) / q(x)); after the first refusal one token is drawn from
@@ -21,10 +21,13 @@ from dspine.decoding.sampling import draw, uniforms
 
 @dataclass(frozen=True)
 class Verdict:
-    """`num_accepted` drafted tokens stand, then `next_token`: the target's correction, or its bonus if all stand."""
+    """A row's new `tokens`: the drafted ones that stand, then the target's correction, or its bonus if all stand."""
 
-    num_accepted: int
-    next_token: int
+    tokens: list[int]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.tokens) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +54,7 @@ def verify_greedy(target_tokens: Tensor, drafted: Tensor) -> Verdict:
     accepted = 0
     while accepted < len(proposed) and proposed[accepted] == wanted[accepted]:
         accepted += 1
-    return Verdict(accepted, wanted[accepted])
+    return Verdict(wanted[: accepted + 1])
 
 
 def verify_sampled(p: Tensor, drafted: Tensor, q: SparseQ, generator: torch.Generator) -> Verdict:
@@ -61,7 +64,7 @@ def verify_sampled(p: Tensor, drafted: Tensor, q: SparseQ, generator: torch.Gene
     """
     rows = SparseQ(q.ids[None], q.probs[None])
     num_accepted, next_token = verify_rows(p[None], drafted[None], rows, uniforms(p.shape[0], generator)[None])
-    return Verdict(int(num_accepted), int(next_token))
+    return Verdict([*drafted[: int(num_accepted)].tolist(), int(next_token)])
 
 
 def verify_rows(p: Tensor, drafted: Tensor, q: SparseQ, uniform: Tensor) -> tuple[Tensor, Tensor]:

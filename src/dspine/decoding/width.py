@@ -25,10 +25,16 @@ class CostTable:
 
     def __init__(self, measure: Callable[[int], float], repeats: int = 3) -> None:
         self._measure, self._repeats = measure, repeats
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # of the measured points
+        self._asked: dict[int, float] = {}  # of any number: a round asks for many, always the same
 
     def seconds(self, tokens: int) -> float:
         """Linear between measured points; beyond the last one proportional to tokens."""
+        if tokens not in self._asked:
+            self._asked[tokens] = self._interpolated(tokens)
+        return self._asked[tokens]
+
+    def _interpolated(self, tokens: int) -> float:
         upper = next((p for p in _POINTS if p >= tokens), _POINTS[-1])
         if tokens >= upper:
             return self._at(upper) * tokens / upper
@@ -72,22 +78,23 @@ class WidthController:
             self._reached[t] = self._reached[t] * DECAY + 1
             self._accepted[t] = self._accepted[t] * DECAY + (t < num_accepted)
 
-    def expected_length(self, width: int) -> float:
-        """tau(w)."""
-        length, survival = 1.0, 1.0
-        for t in range(width - 1):
-            survival *= self._accepted[t] / self._reached[t]
-            length += survival
-        return length
+    def expected_lengths(self) -> list[float]:
+        """tau(w) of w = 1 to the maximum."""
+        lengths, survival = [1.0], 1.0
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            survival *= accepted / reached
+            lengths.append(lengths[-1] + survival)
+        return lengths
 
     def choose(self, rows: int) -> int:
         """The best width for a round of `rows` rows; 1 means that drafting does not pay."""
         draft_s = statistics.median(self._draft_s) if self._draft_s else 0.2 * self._costs.seconds(rows)
         rates = {
-            width: self.expected_length(width) / (draft_s + self._costs.seconds(rows * width))
-            for width in range(2, self.maximum + 1)
+            width: length / (draft_s + self._costs.seconds(rows * width))
+            for width, length in enumerate(self.expected_lengths(), 1)
+            if width > 1
         }
-        best = max(rates, key=lambda width: rates[width])
+        best = max(rates, key=rates.__getitem__)
         if rates[best] > 1.0 / self._costs.seconds(rows):
             self._plain_rounds = 0
             return best

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine.kernels.linear import PackedLinear
-from dspine.modules.injection import AdjacentInjection, rms, unit_code
+from dspine.modules.injection import AdjacentInjection, rms
 from dspine.modules.losses import DraftHead
 from dspine.stages import stage
 
@@ -52,26 +52,26 @@ class PackedInjection:
         self.first_layer = injection.first_layer
         self._readouts = [pack(module) for module in injection.readouts]
         self._writes = [pack(module) for module in injection.writes]
-        self._receiver = PackedLinear(cast(injection.receiver_gate.weight), cast(injection.receiver_gate.bias))
-        sender = cast(torch.cat((injection.sender_gate.weight, injection.message.weight)))  # [2m, r]
-        self._sender = PackedLinear(sender)
+        # A readout is sqrt(r) times a unit vector: the products that read it carry the factor.
+        scale = injection.receiver_gate.in_features**0.5
+        self._receiver = PackedLinear(cast(scale * injection.receiver_gate.weight), cast(injection.receiver_gate.bias))
+        sender = torch.cat((injection.sender_gate.weight, injection.message.weight))  # [2m, r]
+        self._sender = PackedLinear(cast(scale * sender))
         self.head = head
         self._head_rows = head.weight.to(dtype)  # [v', d]
         self._head = PackedLinear(self._head_rows)
-        self._codes = cast(codes)
-        # Gp and A of every proposable token, once: a transition cache then only looks them up.
-        proposable = self._codes if head.ids is None else self._codes[head.ids]
-        self._sender_table = F.linear(proposable, sender)  # [v', 2m]
+        # Gp and A of every token, once: for anchors and the transition cache they are only looked up.
+        self._sender_table = F.linear(cast(codes), cast(sender))  # [v, 2m]
 
     def anchor_message(self, anchors: Tensor) -> Tensor:
         """What the anchors [b] send to their right neighbours, [b, 1, 2m]."""
         with stage("injection"):
-            return self._sender(self._codes[anchors])[:, None]
+            return self._sender_table[anchors][:, None]
 
     def inject(self, layer: int, u: Tensor, anchor_message: Tensor) -> tuple[Tensor, Tensor]:
         """h [b, M, d] of the slots' states u [b, M, d] after `layer` (first_layer or later), and Gq z + b of each [b, M, m]."""
         with stage("injection"):
-            z = unit_code(self._readouts[layer](u))
+            z = _unit(self._readouts[layer](u))
             gate = self._receiver(z)
             sent_gate, message = torch.cat((anchor_message, self._sender(z[:, :-1])), 1).chunk(2, -1)
             write = self._writes[layer - self.first_layer](torch.sigmoid(gate + sent_gate) * message)
@@ -94,9 +94,15 @@ class PackedInjection:
             return scores[:, 1:, None].expand(-1, -1, scores.shape[-1], -1)
         with stage("transition_cache"):
             # The K x K-free part: one refined state per (slot, predecessor candidate).
-            sent_gate, sent = self._sender_table[rows[:, :-1]].chunk(2, -1)  # [b, M - 1, k, m]
+            sent_gate, sent = self._sender_table[self.head.token_of(rows[:, :-1])].chunk(2, -1)  # [b, M - 1, k, m]
             write = self._writes[-1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
             receivers = u[:, 1:, None]
             refined = final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
             embeddings = self._head_rows[rows[:, 1:]]  # [b, M - 1, k, d]
             return self.head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x [..., r] scaled to length 1, its length taken in fp32: `unit_code` short of sqrt(r)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return (x / length.clamp_min_(1e-12)).to(x.dtype)

@@ -54,6 +54,8 @@ class BackboneRunner:
         split = config.num_heads * config.head_dim
         kv_weights = [qkv_weight(*_projections(layer, cast), spec, rope)[split:] for layer in backbone.draft_layers()]
         self._context_kv = PackedLinear(torch.cat(kv_weights))
+        k_norms = [layer.k_norm for layer in layers if layer.k_norm is not None]
+        self._context_k_norm = torch.stack(k_norms)[:, None] if k_norms else None  # [layers, 1, head_dim]
         mask = torch.tensor([config.mask_token_id], device=device)
         self._mask_embedding = target.embed(mask)  # [1, d]
 
@@ -71,14 +73,11 @@ class BackboneRunner:
         kv_heads = spec.num_kv_heads
         kv = self._context_kv(inputs).view(b, n, self.config.num_layers, 2 * kv_heads, spec.head_dim)
         index = CacheIndex(cache, b, n, inputs.device)
-        factors = self.stack.rope.at(index.positions, index.visible)
-        for i, layer in enumerate(self.stack.layers):
-            layer_kv = kv[:, :, i]
-            keys = layer_kv[:, :, :kv_heads]
-            if layer.k_norm is not None:
-                keys.copy_(rms_norm(keys, layer.k_norm, spec.norm_eps))
-            self.stack.rope.apply_(keys, factors)
-            cache.store(i, layer_kv, index)
+        keys = kv[:, :, :, :kv_heads]
+        if self._context_k_norm is not None:
+            keys.copy_(rms_norm(keys, None, spec.norm_eps) * self._context_k_norm)
+        self.stack.rope.apply_(keys, self.stack.rope.at(index.positions, index.visible)[:, :, None])
+        cache.store_all(kv, index)
         return index
 
     def block_width(self, num_draft_tokens: int) -> int:

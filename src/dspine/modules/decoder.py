@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.kv_cache import CacheIndex, KVCache
-from dspine.modules.norm import rms_norm
+from dspine.modules.norm import folded_rms_norm, norm_can_fold, rms_norm
 from dspine.modules.rope import Rope, interleave_halves
 
 AfterLayer = Callable[[int, Tensor], Tensor]
@@ -52,13 +52,10 @@ class DecoderSpec:
     def groups(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_windows[layer] if self.sliding_windows else None
-
 
 @dataclass(kw_only=True)
 class LayerWeights:
-    """One decoder layer. Norm weights already include Gemma's "+ 1"; None: folded into the products that follow."""
+    """One decoder layer. Norm weights already include Gemma's "+ 1"; None: `fold_norm` moved it into the next products."""
 
     input_norm: Tensor | None
     qkv: PackedLinear
@@ -88,14 +85,13 @@ def pack_qkv(
 
 
 def fold_norm(norm: Tensor, *weights: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """A norm's weight [d] moved into the weights [out, d] that read its output, W (w x) = (W w) x: a call less in a step.
-
-    In fp32 only; the product of two 16-bit roundings would be a third one.
-    """
+    """A norm's weight [d] moved, with sqrt(d), into the weights [out, d] that read its output: what stays to be done is
+    `folded_rms_norm`, of half the calls. Returns the norm where it may not be moved."""
     plain = tuple(weight.detach() for weight in weights)
-    if norm.dtype != torch.float32:
+    if not norm_can_fold(norm):
         return norm, plain
-    return None, tuple(weight * norm for weight in plain)
+    factor = norm * norm.shape[0] ** 0.5
+    return None, tuple(weight * factor for weight in plain)
 
 
 def permute_head_norm(weight: Tensor | None, rope: Rope) -> Tensor | None:
@@ -113,6 +109,7 @@ class DecoderStack:
 
     def __init__(self, spec: DecoderSpec, rope: Rope, layers: list[LayerWeights]) -> None:
         self.spec, self.rope, self.layers = spec, rope, layers
+        self._norm_floor = torch.tensor((spec.hidden_size * spec.norm_eps) ** 0.5)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         device, dtype = self.rope.inv_freq.device, self.rope.dtype
@@ -124,12 +121,11 @@ class DecoderStack:
         b, n, _ = x.shape
         index = CacheIndex(cache, b, n, x.device)
         factors = self.rope.at(index.positions, index.visible)
-        masks: dict[int | None, Tensor | None] = {}
+        windows = self.spec.sliding_windows
+        masks = {window: self.mask(index, window, x.dtype) for window in set(windows or (None,))}
         for i, layer in enumerate(self.layers):
-            window = self.spec.window(i)
-            if window not in masks:
-                masks[window] = self.mask(index, window, x.dtype)
-            x = self._attention(i, layer, x, cache, index, factors, masks[window])
+            mask = masks[windows[i] if windows else None]
+            x = self._attention(i, layer, x, cache, index, factors, mask)
             x = self.mlp(layer, x)
             if after_layer is not None:
                 x = after_layer(i, x)
@@ -138,6 +134,8 @@ class DecoderStack:
     def mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of a step's queries; None where they may see everything."""
         groups = 1 if self._kernel_groups(index.rows, index.width) else self.spec.groups
+        if index.same_length and window is None and not self.spec.bidirectional:
+            return index.causal_steps(groups, dtype)
         seen = index.block_mask(groups) if self.spec.bidirectional else index.causal_mask(groups, window)
         if seen is None:
             return None
@@ -166,14 +164,15 @@ class DecoderStack:
             qkv[:, :, :h] = rms_norm(qkv[:, :, :h], layer.q_norm, spec.norm_eps)
             qkv[:, :, h : h + k] = rms_norm(qkv[:, :, h : h + k], layer.k_norm, spec.norm_eps)
         self.rope.apply_(qkv[:, :, : h + k], factors)
-        keys, values = cache.store(i, qkv[:, :, h:], index)
+        q, kv = qkv.split_with_sizes((h, 2 * k), 2)
+        keys, values = cache.store(i, kv, index)
         if self._kernel_groups(b, n):
             out = F.scaled_dot_product_attention(
-                qkv[:, :, :h].transpose(1, 2), keys, values, attn_mask=mask, scale=spec.attention_scale, enable_gqa=True
+                q.transpose(1, 2), keys, values, attn_mask=mask, scale=spec.attention_scale, enable_gqa=True
             )
             return out.transpose(1, 2).reshape(b, n, h * spec.head_dim)
         # The g query heads of one key/value head become g * n queries of it: nothing is repeated.
-        q = qkv[:, :, :h].view(b, n, k, spec.groups, spec.head_dim).permute(0, 2, 3, 1, 4)
+        q = q.view(b, n, k, spec.groups, spec.head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(b, k, spec.groups * n, spec.head_dim)
         out = self._weighted(q, keys, values, mask)
         return out.view(b, k, spec.groups, n, spec.head_dim).permute(0, 3, 1, 2, 4).reshape(b, n, h * spec.head_dim)
@@ -209,4 +208,4 @@ class DecoderStack:
         return y if post_norm is None else self._norm(y, post_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return rms_norm(x, weight, self.spec.norm_eps)
+        return folded_rms_norm(x, self._norm_floor) if weight is None else rms_norm(x, weight, self.spec.norm_eps)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def rms(u: Tensor) -> Tensor:
@@ -24,7 +23,7 @@ def rms(u: Tensor) -> Tensor:
 
 def unit_code(x: Tensor) -> Tensor:
     """x [..., r] scaled to root mean square 1 in fp32, in x's dtype."""
-    return (F.normalize(x.float(), dim=-1) * x.shape[-1] ** 0.5).to(x.dtype)
+    return (x / rms(x.float()).clamp_min(1e-12)).to(x.dtype)
 
 
 class AdjacentInjection(nn.Module):

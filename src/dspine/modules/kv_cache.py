@@ -16,8 +16,9 @@ from typing_extensions import Self
 class KVCache:
     """Keys and values of `layers` layers for `rows` sequences of at most `capacity` tokens.
 
-    `data[l]` is [rows, 2 * kv_heads, capacity, head_dim]: the first half of the heads are keys, the second values, so
-    that one indexed store writes both. `lengths` [rows] (int64, on the CPU) counts the committed tokens of each row.
+    `data` is [layers, rows, 2 * kv_heads, capacity, head_dim]: the first half of the heads are keys, the second values, so
+    that one indexed store writes both, and one tensor, so that a step makes its views of all layers at once. `lengths`
+    [rows] (int64, on the CPU) counts the committed tokens of each row.
     """
 
     def __init__(
@@ -26,8 +27,7 @@ class KVCache:
         self.kv_heads = kv_heads
         self.rows = rows
         self.capacity = capacity
-        shape = (rows, 2 * kv_heads, capacity, head_dim)
-        self.data = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.data = torch.zeros(layers, rows, 2 * kv_heads, capacity, head_dim, device=device, dtype=dtype)
         self.lengths = torch.zeros(rows, dtype=torch.int64)
 
     def reserve(self, capacity: int) -> None:
@@ -35,11 +35,10 @@ class KVCache:
         if capacity <= self.capacity:
             return
         grown = max(capacity, self.capacity + self.capacity // 2)
-        for i, old in enumerate(self.data):
-            new = old.new_zeros(old.shape[0], old.shape[1], grown, old.shape[3])
-            new[:, :, : self.capacity] = old[:, :, : self.capacity]  # a growth that ran out of memory leaves some larger
-            self.data[i] = new
-        self.capacity = grown
+        layers, rows, heads, _, head_dim = self.data.shape
+        data = self.data.new_zeros(layers, rows, heads, grown, head_dim)  # where memory runs out here, nothing has changed
+        data[:, :, :, : self.capacity] = self.data
+        self.data, self.capacity = data, grown
 
     def row(self, row: int) -> Self:
         """One row as a cache of its own that shares this one's memory. Reserve first: growing a view would detach it."""
@@ -52,21 +51,24 @@ class KVCache:
     def _view(self, rows: slice, lengths: Tensor) -> Self:
         view = copy.copy(self)
         view.rows, view.lengths = lengths.shape[0], lengths
-        view.data = [data[rows] for data in self.data]
+        view.data = self.data[:, rows]
         return view
 
     def store(self, layer: int, kv: Tensor, index: CacheIndex) -> tuple[Tensor, Tensor]:
         """Write `kv` [b, n, 2 * kv_heads, head_dim] at the positions of `index`; return the keys and values
         [b, kv_heads, index.visible, head_dim] that the step may attend to."""
-        data = self.data[layer]
-        if data.shape[0] != index.rows:
-            data = data[: index.rows]
-        if index.contiguous_at is not None:
-            data.narrow(2, index.contiguous_at, index.width).copy_(kv.transpose(1, 2))
+        if index.destinations is not None:
+            index.destinations[layer].copy_(kv)
         else:
-            data[index.row_ids, :, index.positions] = kv
-        keys, values = data.narrow(2, 0, index.visible).chunk(2, 1)
-        return keys, values
+            self.data[layer][index.row_ids, :, index.positions] = kv
+        return index.keys[layer], index.values[layer]
+
+    def store_all(self, kv: Tensor, index: CacheIndex) -> None:
+        """Write the `kv` of all layers at once, [b, n, layers, 2 * kv_heads, head_dim]."""
+        if index.destination is not None:
+            index.destination.copy_(kv.permute(2, 0, 1, 3, 4))
+        else:
+            self.data[:, index.row_ids, :, index.positions] = kv
 
     @torch.inference_mode()  # `reserve` may have run inside a forward, which leaves inference tensors here
     def move_row(self, source: int, destination: int) -> None:
@@ -74,12 +76,11 @@ class KVCache:
         if source == destination:
             return
         n = int(self.lengths[source])
-        for data in self.data:
-            data[destination, :, :n] = data[source, :, :n]
+        self.data[:, destination, :, :n] = self.data[:, source, :, :n]
         self.lengths[destination] = self.lengths[source]
 
     def memory_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.data)
+        return self.data.numel() * self.data.element_size()
 
 
 class CacheIndex:
@@ -94,12 +95,26 @@ class CacheIndex:
         cache.reserve(longest + width)
         self.rows, self.width = rows, width
         self.visible = longest + width
-        same = rows == 1 or bool((lengths == longest).all())
-        self.contiguous_at = longest if same else None
+        self.same_length = same = rows == 1 or bool((lengths == longest).all())
+        used = cache.data[:, :rows]
+        keys, values = used[:, :, :, : self.visible].split(cache.kv_heads, 2)
+        self.keys, self.values = keys.unbind(), values.unbind()  # of each layer, [b, kv_heads, visible, head_dim]
+        # Where all rows go to the same positions, the memory there: [layers, b, n, 2 * kv_heads, head_dim].
+        self.destination = used[:, :, :, longest : self.visible].transpose(2, 3) if same else None
+        self.destinations = None if self.destination is None else self.destination.unbind()
         # No mask is needed where every cached entry is visible to the only new token.
         self.needs_mask = width > 1 or not same
         self.positions = (lengths[:, None] + torch.arange(width)).to(device)  # [b, n]
         self.row_ids = torch.arange(rows, device=device)[:, None]
+
+    def causal_steps(self, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """`causal_mask` of rows of the same length in two calls, as what is added to the scores: 0, or -inf where nothing is
+        seen; one row for all. None where everything is."""
+        if not self.needs_mask:
+            return None
+        shape = (self.width, self.visible)
+        steps = torch.full(shape, float("-inf"), dtype=dtype, device=self.positions.device).triu_(self.visible - self.width + 1)
+        return (steps if groups == 1 else steps.repeat(groups, 1))[None, None]
 
     def causal_mask(self, groups: int, window: int | None = None) -> Tensor | None:
         """Boolean [b, 1, groups * n, visible]: token i of a row sees positions 0..lengths+i, at most `window` back."""

@@ -22,6 +22,18 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed if weight is None else normed.mul_(weight)
 
 
+def norm_can_fold(weight: Tensor) -> bool:
+    """Whether a norm with this weight may be folded: where calls are what costs, and where a rounding of the product of two
+    weights would not be one more than there are."""
+    return weight.is_cpu and weight.dtype == torch.float32
+
+
+def folded_rms_norm(x: Tensor, floor: Tensor) -> Tensor:
+    """What is left of RMSNorm when its weight and sqrt(d) went into the products after it: x / sqrt(|x|^2 + d * eps), where
+    `floor` is sqrt(d * eps) in fp32."""
+    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+
+
 @functools.cache
 def _constant(value: float) -> Tensor:
     with torch.inference_mode(False):  # a constant outlives the mode that first asked for it

@@ -44,6 +44,8 @@ def walk_transitions(
     (last dim) after each candidate of slot t. Greedy: s_t = argmax_j T_t[s_{t-1}, j]; sampled: s_t ~ softmax(T_t / T).
     Returns the chosen candidates' indices [b, m] and, if any row samples, the q of every slot [b, m, k].
     """
+    if uniforms is None:
+        return _walk_greedy(first, transitions), None
     rows = torch.arange(first.shape[0], device=first.device)
     chosen: list[Tensor] = []
     qs: list[Tensor] = []
@@ -51,13 +53,18 @@ def walk_transitions(
     for t in range(transitions.shape[1] + 1):
         if t:
             scores = transitions[rows, t - 1, chosen[-1]]
-        index = scores.argmax(-1)
-        if uniforms is not None:
-            q = tempered(scores, temperatures)
-            index = torch.where(temperatures > 0, pick(q, uniforms[:, t]), index)
-            qs.append(q)
-        chosen.append(index)
-    return torch.stack(chosen, 1), torch.stack(qs, 1) if qs else None
+        q = tempered(scores, temperatures)
+        chosen.append(torch.where(temperatures > 0, pick(q, uniforms[:, t]), scores.argmax(-1)))
+        qs.append(q)
+    return torch.stack(chosen, 1), torch.stack(qs, 1)
+
+
+def _walk_greedy(first: Tensor, transitions: Tensor) -> Tensor:
+    """The best successor of every candidate at once; then the walk only looks up."""
+    chosen = [first.argmax(-1, keepdim=True)]
+    for best in transitions.argmax(-1).unbind(1):  # [b, k]
+        chosen.append(best.gather(1, chosen[-1]))
+    return torch.cat(chosen, 1)
 
 
 def independent_slots(logits: Tensor, temperatures: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -46,7 +46,7 @@ def draft_from(studied: StudiedDrafter, target: Target, ids: list[int], features
         cache.lengths += len(tokens) - 1
         caches.append(cache)
     cache = caches[0]
-    cache.data = [caches[layer].data[layer] for layer in range(config.num_layers)]
+    cache.data = torch.stack([caches[layer].data[layer] for layer in range(config.num_layers)])
     return runner.propose(torch.tensor(ids[-1:]), cache, LEFT, torch.zeros(1), None).tokens[0].tolist()
 
 

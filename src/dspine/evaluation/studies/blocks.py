@@ -177,8 +177,8 @@ class AnchorCache(KVCache):
     """A cache whose block's first slot shows other keys and values [b, 2 k, e] in some layers, counted from 1."""
 
     def __init__(self, cache: KVCache, anchor_kv: Mapping[int, Tensor]) -> None:
-        data = cache.data[0]
-        super().__init__(len(cache.data), cache.rows, cache.kv_heads, data.shape[-1], 0, data.device, data.dtype)
+        data = cache.data
+        super().__init__(data.shape[0], cache.rows, cache.kv_heads, data.shape[-1], 0, data.device, data.dtype)
         self.data, self.capacity, self.lengths = cache.data, cache.capacity, cache.lengths
         self._anchor_kv = anchor_kv
 
