@@ -63,13 +63,13 @@ def random_case(b: int, m: int, k: int, v: int, seed: int = 0) -> tuple[Tensor, 
     ],
 )
 def test_greedy_cases(target: list[int], drafted: list[int], verdict: Verdict) -> None:
-    assert verify_greedy(torch.tensor(target), torch.tensor(drafted, dtype=torch.long)) == verdict
+    assert verify_greedy(target, drafted) == verdict
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
 def test_greedy_emits_the_targets_own_tokens(target: list[int], data: st.DataObject) -> None:
     drafted = data.draw(st.lists(st.integers(0, 2), min_size=len(target) - 1, max_size=len(target) - 1))
-    verdict = verify_greedy(torch.tensor(target), torch.tensor(drafted, dtype=torch.long))
+    verdict = verify_greedy(target, drafted)
     emitted = verdict.tokens
     assert verdict.num_accepted == len(emitted) - 1
     assert emitted == target[: len(emitted)]
@@ -78,7 +78,7 @@ def test_greedy_emits_the_targets_own_tokens(target: list[int], data: st.DataObj
 
 def test_greedy_checks_the_number_of_target_tokens() -> None:
     with pytest.raises(AssertionError, match="2 drafted tokens need 3 target tokens"):
-        verify_greedy(torch.tensor([1, 2]), torch.tensor([1, 2]))
+        verify_greedy([1, 2], [1, 2])
 
 
 # --- sampled, case by case --------------------------------------------------------------------------------------------

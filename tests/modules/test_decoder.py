@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspine.kernels.linear import GatedLinear, PackedLinear
-from dspine.modules.decoder import Around, DecoderSpec, DecoderStack, LayerWeights, Mix, pack_qkv, permute_head_norm
+from dspine.modules.decoder import Around, DecoderSpec, DecoderStack, LayerWeights, Mix, head_norms, pack_qkv
 from dspine.modules.kv_cache import KVCache
 from dspine.modules.rope import Rope
 
@@ -54,8 +54,7 @@ def build(
             mlp_norm=w["mlp_norm"],
             gate_up=GatedLinear(w["gate"], w["up"], activation),
             down=PackedLinear(w["down"]),
-            q_norm=permute_head_norm(w["q_norm"], rope) if qk_norm else None,
-            k_norm=permute_head_norm(w["k_norm"], rope) if qk_norm else None,
+            head_norms=head_norms(w["q_norm"], w["k_norm"], spec, rope) if qk_norm else None,
             post_attention_norm=w["post_attention_norm"] if post_norms else None,
             post_mlp_norm=w["post_mlp_norm"] if post_norms else None,
         )

@@ -94,6 +94,7 @@ def test_after_layer_may_replace_a_layers_output(generic_family: str, make_targe
     torch.testing.assert_close(silenced, silenced[:, :1].expand_as(silenced))
 
 
+@torch.inference_mode()
 def test_hooks_are_gone_even_after_an_error(make_model: MakeModel) -> None:
     model = make_model("phi")
     target = Target.wrap(model, None)

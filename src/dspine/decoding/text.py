@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_CONTEXT = 8  # tokens
 
 
 class TextStream:
@@ -17,8 +18,9 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
-        self._settled = 0  # tokens before this are decoded for context only
+        self._settled = 0  # tokens before this are decoded no more
         self._read = 0  # tokens before this are in `text`
+        self._context = ""  # what the tokens between the two say
         self.text = ""
         self._emitted = 0
         self.stopped = False
@@ -26,17 +28,25 @@ class TextStream:
     def push(self, token: int) -> None:
         """Add a token; sets `stopped` (and cuts `text` before the stop string) when one is complete."""
         self._ids.append(token)
-        context = self._decode(self._settled, self._read)
-        text = self._decode(self._settled, len(self._ids))
+        text = self._decode()
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._read < 8:  # an unfinished character
             return
-        start = len(self.text)
-        self.text += text[len(context) :]
-        self._settled, self._read = self._read, len(self._ids)
-        self._find_stop(start)
+        self._add(text)
 
-    def _decode(self, start: int, end: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)) if end > start else ""
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._ids[self._settled :], skip_special_tokens=True))
+
+    def _add(self, text: str) -> None:
+        """Take what the tokens from the first unsettled one on say."""
+        start = len(self.text)
+        self.text += text[len(self._context) :]
+        if self._read - self._settled < _LONGEST_CONTEXT:
+            self._context = text
+        else:  # rarely: it takes a decoding of its own
+            self._settled = self._read
+            self._context = self._decode()
+        self._read = len(self._ids)
+        self._find_stop(start)
 
     def _find_stop(self, start: int) -> None:
         """Look for stop strings that end in the text added since `start`."""
@@ -49,10 +59,7 @@ class TextStream:
     def take(self, final: bool = False) -> str:
         """The text that became certain since the last call; `final` releases what was held back."""
         if final and not self.stopped and self._read < len(self._ids):
-            context, start = self._decode(self._settled, self._read), len(self.text)
-            self.text += self._decode(self._settled, len(self._ids))[len(context) :]
-            self._read = len(self._ids)
-            self._find_stop(start)
+            self._add(self._decode())
         end = len(self.text) if final or self.stopped else len(self.text) - self._held()
         new = self.text[self._emitted : max(end, self._emitted)]
         self._emitted = max(end, self._emitted)

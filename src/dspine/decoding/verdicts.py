@@ -28,20 +28,20 @@ def first_token(request: Request, logits: Tensor) -> int:
 
 def judge(requests: Sequence[Request], logits: Tensor, draft: Draft | None) -> list[Verdict]:
     """How much of each row's draft stands and what comes after it, for logits [n, w, v]."""
-    best = logits.argmax(-1).cpu()  # of all rows at once: greedy ones need nothing else
+    best: list[list[int]] = logits.argmax(-1).tolist()  # of all rows at once: greedy ones need nothing else
     m = logits.shape[1] - 1
-    drafted = draft.tokens.cpu() if draft is not None else torch.zeros(len(requests), 0, dtype=torch.long)
+    drafted: list[list[int]] = [[] for _ in requests] if draft is None else draft.tokens.tolist()
     verdicts = []
     for row, request in enumerate(requests):
         if request.params.is_greedy and request.seen is None:
             verdicts.append(verify_greedy(best[row], drafted[row]))
             continue
-        own = drafted[row].to(logits.device)
+        own = torch.tensor(drafted[row], dtype=torch.long, device=logits.device)
         scores = logits[row]
         if request.seen is not None:
             scores = penalise(scores, request.seen.to(scores.device), own, request.params.repetition_penalty)
         if request.params.is_greedy:
-            verdicts.append(verify_greedy(scores.argmax(-1), own))
+            verdicts.append(verify_greedy(scores.argmax(-1).tolist(), drafted[row]))
             continue
         p = target_distribution(scores, request.params)
         verdicts.append(verify_sampled(p, own, _row_q(draft, row, m, p), request.generator))

@@ -47,14 +47,14 @@ class SparseQ:
         return (self.probs * (self.ids == tokens[..., None])).sum(-1)
 
 
-def verify_greedy(target_tokens: Tensor, drafted: Tensor) -> Verdict:
+def verify_greedy(target_tokens: list[int], drafted: list[int]) -> Verdict:
     """Accept while a candidate is the target's argmax: target_tokens [m + 1] (argmax p at every slot), drafted [m]."""
-    wanted, proposed = target_tokens.tolist(), drafted.tolist()
-    assert len(wanted) == len(proposed) + 1, f"{len(proposed)} drafted tokens need {len(proposed) + 1} target tokens"
+    m = len(drafted)
+    assert len(target_tokens) == m + 1, f"{m} drafted tokens need {m + 1} target tokens"
     accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == wanted[accepted]:
+    while accepted < m and drafted[accepted] == target_tokens[accepted]:
         accepted += 1
-    return Verdict(wanted[: accepted + 1])
+    return Verdict(target_tokens[: accepted + 1])
 
 
 def verify_sampled(p: Tensor, drafted: Tensor, q: SparseQ, generator: torch.Generator) -> Verdict:

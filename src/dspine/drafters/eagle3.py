@@ -207,7 +207,7 @@ class Eagle3Runner(FullVocabularyRunner):
         """The next state [b, 1, d] of tokens [b] and the state (at first: feature) before it, at the position cache.lengths."""
         stack, layer = self.stack, self.stack.layers[0]
         index = CacheIndex(cache, tokens.shape[0], 1, state.device)
-        factors = stack.rope.at(index.positions, index.visible)
+        factors = stack.rotations(index)
         y = self._inputs(tokens[:, None], state)
         gathered = stack.attend(0, layer, y, cache, index, factors, stack.mask(index, None, y.dtype))
         return stack.mlp(layer, layer.output(gathered, add=state))

@@ -97,7 +97,7 @@ class PackedInjection:
             sent_gate, sent = self._sender_table[self.head.token_of(rows[:, :-1])].chunk(2, -1)  # [b, M - 1, k, m]
             write = self._writes[-1](torch.sigmoid(gate[:, 1:, None] + sent_gate) * sent)
             receivers = u[:, 1:, None]
-            refined = final_norm(receivers + rms(receivers) * write)  # [b, M - 1, k, d]
+            refined = final_norm(torch.addcmul(receivers, rms(receivers), write))  # [b, M - 1, k, d]
             embeddings = self._head_rows[rows[:, 1:]]  # [b, M - 1, k, d]
             return self.head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
 

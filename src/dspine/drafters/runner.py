@@ -14,7 +14,7 @@ from dspine.drafters.backbone import BackboneParts, DraftLayer, RMSNorm, rope_fr
 from dspine.drafters.base import BlockDrafter, Draft
 from dspine.drafters.config import DrafterConfig
 from dspine.kernels.linear import GatedLinear, PackedLinear
-from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, pack_qkv, permute_head_norm, qkv_weight
+from dspine.modules.decoder import AfterLayer, DecoderSpec, DecoderStack, LayerWeights, head_norms, pack_qkv, qkv_weight
 from dspine.modules.kv_cache import CacheIndex, KVCache
 from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
@@ -54,8 +54,8 @@ class BackboneRunner:
         split = config.num_heads * config.head_dim
         kv_weights = [qkv_weight(*_projections(layer, cast), spec, rope)[split:] for layer in backbone.draft_layers()]
         self._context_kv = PackedLinear(torch.cat(kv_weights))
-        k_norms = [layer.k_norm for layer in layers if layer.k_norm is not None]
-        self._context_k_norm = torch.stack(k_norms)[:, None] if k_norms else None  # [layers, 1, head_dim]
+        k_norms = [layer.head_norms[config.num_heads :] for layer in layers if layer.head_norms is not None]
+        self._context_k_norms = torch.stack(k_norms) if k_norms else None  # [layers, k heads, head_dim]
         mask = torch.tensor([config.mask_token_id], device=device)
         self._mask_embedding = target.embed(mask)  # [1, d]
 
@@ -74,9 +74,9 @@ class BackboneRunner:
         kv = self._context_kv(inputs).view(b, n, self.config.num_layers, 2 * kv_heads, spec.head_dim)
         index = CacheIndex(cache, b, n, inputs.device)
         keys = kv[:, :, :, :kv_heads]
-        if self._context_k_norm is not None:
-            keys.copy_(rms_norm(keys, None, spec.norm_eps) * self._context_k_norm)
-        self.stack.rope.apply_(keys, self.stack.rope.at(index.positions, index.visible)[:, :, None])
+        if self._context_k_norms is not None:
+            torch.mul(rms_norm(keys, None, spec.norm_eps), self._context_k_norms, out=keys)
+        self.stack.rope.apply_(keys, self.stack.rotations(index)[:, :, None])
         cache.store_all(kv, index)
         return index
 
@@ -152,10 +152,7 @@ def _projections(layer: DraftLayer, cast: Cast) -> tuple[Tensor, Tensor, Tensor]
 
 def _pack_layer(layer: DraftLayer, spec: DecoderSpec, rope: Rope, cast: Cast) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
-    q_norm, k_norm = (
-        permute_head_norm(cast(norm.weight), rope) if isinstance(norm, RMSNorm) else None
-        for norm in (attention.q_norm, attention.k_norm)
-    )
+    norms = [cast(norm.weight) for norm in (attention.q_norm, attention.k_norm) if isinstance(norm, RMSNorm)]
     return LayerWeights(
         input_norm=cast(layer.input_layernorm.weight),
         qkv=pack_qkv(*_projections(layer, cast), spec, rope),
@@ -163,6 +160,5 @@ def _pack_layer(layer: DraftLayer, spec: DecoderSpec, rope: Rope, cast: Cast) ->
         mlp_norm=cast(layer.post_attention_layernorm.weight),
         gate_up=GatedLinear(cast(mlp.gate_proj.weight), cast(mlp.up_proj.weight), "silu"),
         down=PackedLinear(cast(mlp.down_proj.weight)),
-        q_norm=q_norm,
-        k_norm=k_norm,
+        head_norms=head_norms(norms[0], norms[1], spec, rope) if norms else None,
     )

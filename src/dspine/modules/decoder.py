@@ -63,8 +63,7 @@ class LayerWeights:
     mlp_norm: Tensor | None
     gate_up: GatedLinear
     down: PackedLinear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    head_norms: Tensor | None = None  # [h + k, head_dim], of queries and keys
     post_attention_norm: Tensor | None = None  # Gemma 2: norms on the sublayers' outputs
     post_mlp_norm: Tensor | None = None
     around: Around | None = None
@@ -94,9 +93,10 @@ def fold_norm(norm: Tensor, *weights: Tensor) -> tuple[Tensor | None, tuple[Tens
     return None, tuple(weight * factor for weight in plain)
 
 
-def permute_head_norm(weight: Tensor | None, rope: Rope) -> Tensor | None:
-    """A q/k norm weight [head_dim] in the head layout that `rope` wants."""
-    return weight if weight is None or not rope.interleaved else weight[interleave_halves(weight.shape[0])]
+def head_norms(q_norm: Tensor, k_norm: Tensor, spec: DecoderSpec, rope: Rope) -> Tensor:
+    """The weights [head_dim] of the norms of queries and keys, head by head, in the layout that `rope` wants."""
+    weights = torch.cat((q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)))
+    return weights[:, interleave_halves(spec.head_dim)] if rope.interleaved else weights
 
 
 def _permute_heads(weight: Tensor, head_dim: int) -> Tensor:
@@ -120,7 +120,7 @@ class DecoderStack:
         stay as they are: committing is the caller's). `after_layer(l, x)` may replace a layer's output."""
         b, n, _ = x.shape
         index = CacheIndex(cache, b, n, x.device)
-        factors = self.rope.at(index.positions, index.visible)
+        factors = self.rotations(index)
         windows = self.spec.sliding_windows
         masks = {window: self.mask(index, window, x.dtype) for window in set(windows or (None,))}
         for i, layer in enumerate(self.layers):
@@ -130,6 +130,12 @@ class DecoderStack:
             if after_layer is not None:
                 x = after_layer(i, x)
         return x
+
+    def rotations(self, index: CacheIndex) -> Tensor:
+        """The rotary factors of a step's tokens, for `rope.apply_`."""
+        if index.same_length:
+            return self.rope.between(index.visible - index.width, index.visible)
+        return self.rope.at(index.positions, index.visible)
 
     def mask(self, index: CacheIndex, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of a step's queries; None where they may see everything."""
@@ -156,14 +162,13 @@ class DecoderStack:
         self, i: int, layer: LayerWeights, y: Tensor, cache: KVCache, index: CacheIndex, factors: Tensor, mask: Tensor | None
     ) -> Tensor:
         """What the heads of layer i gather [b, n, h * head_dim] for its inputs y [b, n, .], whose keys and values are stored."""
-        spec = self.spec
-        b, n, _ = y.shape
+        spec, b, n = self.spec, index.rows, index.width
         h, k = spec.num_heads, spec.num_kv_heads
         qkv = layer.qkv(y).view(b, n, h + 2 * k, spec.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :, :h] = rms_norm(qkv[:, :, :h], layer.q_norm, spec.norm_eps)
-            qkv[:, :, h : h + k] = rms_norm(qkv[:, :, h : h + k], layer.k_norm, spec.norm_eps)
-        self.rope.apply_(qkv[:, :, : h + k], factors)
+        heads = qkv[:, :, : h + k]
+        if layer.head_norms is not None:
+            torch.mul(rms_norm(heads, None, spec.norm_eps), layer.head_norms, out=heads)
+        self.rope.apply_(heads, factors)
         q, kv = qkv.split_with_sizes((h, 2 * k), 2)
         keys, values = cache.store(i, kv, index)
         if self._kernel_groups(b, n):

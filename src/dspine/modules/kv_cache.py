@@ -7,6 +7,7 @@ length are garbage that the attention mask never shows.
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class KVCache:
             index.destinations[layer].copy_(kv)
         else:
             self.data[layer][index.row_ids, :, index.positions] = kv
-        return index.keys[layer], index.values[layer]
+        return index.seen[layer]
 
     def store_all(self, kv: Tensor, index: CacheIndex) -> None:
         """Write the `kv` of all layers at once, [b, n, layers, 2 * kv_heads, head_dim]."""
@@ -86,7 +87,8 @@ class KVCache:
 class CacheIndex:
     """Where one step's tokens go and what they may see: computed once per step, shared by all layers.
 
-    Rows 0..b-1 of `cache` take n new tokens each, at positions lengths[row] + 0..n-1. `device` holds the masks.
+    Rows 0..b-1 of `cache` take n new tokens each, at positions lengths[row] + 0..n-1. `device` holds the masks. What not
+    every step needs is made when it is first asked for.
     """
 
     def __init__(self, cache: KVCache, rows: int, width: int, device: torch.device | str) -> None:
@@ -96,16 +98,37 @@ class CacheIndex:
         self.rows, self.width = rows, width
         self.visible = longest + width
         self.same_length = same = rows == 1 or bool((lengths == longest).all())
-        used = cache.data[:, :rows]
-        keys, values = used[:, :, :, : self.visible].split(cache.kv_heads, 2)
-        self.keys, self.values = keys.unbind(), values.unbind()  # of each layer, [b, kv_heads, visible, head_dim]
-        # Where all rows go to the same positions, the memory there: [layers, b, n, 2 * kv_heads, head_dim].
-        self.destination = used[:, :, :, longest : self.visible].transpose(2, 3) if same else None
-        self.destinations = None if self.destination is None else self.destination.unbind()
         # No mask is needed where every cached entry is visible to the only new token.
         self.needs_mask = width > 1 or not same
-        self.positions = (lengths[:, None] + torch.arange(width)).to(device)  # [b, n]
-        self.row_ids = torch.arange(rows, device=device)[:, None]
+        self._device, self._used, self._kv_heads = device, cache.data[:, :rows], cache.kv_heads
+        if not same:  # now: the lengths are about to change
+            self.positions = (lengths[:, None] + torch.arange(width)).to(device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[b, n]"""
+        return torch.arange(self.visible - self.width, self.visible, device=self._device).expand(self.rows, self.width)
+
+    @cached_property
+    def row_ids(self) -> Tensor:
+        """[b, 1]"""
+        return torch.arange(self.rows, device=self._device)[:, None]
+
+    @cached_property
+    def seen(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Each layer's keys and values [b, kv_heads, visible, head_dim]."""
+        keys, values = self._used[:, :, :, : self.visible].split(self._kv_heads, 2)
+        return tuple(zip(keys.unbind(), values.unbind(), strict=True))
+
+    @cached_property
+    def destination(self) -> Tensor | None:
+        """The memory [layers, b, n, 2 * kv_heads, head_dim] that the tokens go to, where all rows' positions are the same."""
+        return self._used[:, :, :, self.visible - self.width : self.visible].transpose(2, 3) if self.same_length else None
+
+    @cached_property
+    def destinations(self) -> tuple[Tensor, ...] | None:
+        """`destination` by layer."""
+        return None if self.destination is None else self.destination.unbind()
 
     def causal_steps(self, groups: int, dtype: torch.dtype) -> Tensor | None:
         """`causal_mask` of rows of the same length in two calls, as what is added to the scores: 0, or -inf where nothing is
@@ -113,14 +136,14 @@ class CacheIndex:
         if not self.needs_mask:
             return None
         shape = (self.width, self.visible)
-        steps = torch.full(shape, float("-inf"), dtype=dtype, device=self.positions.device).triu_(self.visible - self.width + 1)
+        steps = torch.full(shape, float("-inf"), dtype=dtype, device=self._device).triu_(self.visible - self.width + 1)
         return (steps if groups == 1 else steps.repeat(groups, 1))[None, None]
 
     def causal_mask(self, groups: int, window: int | None = None) -> Tensor | None:
         """Boolean [b, 1, groups * n, visible]: token i of a row sees positions 0..lengths+i, at most `window` back."""
         if not self.needs_mask and window is None:
             return None
-        keys = torch.arange(self.visible, device=self.positions.device)
+        keys = torch.arange(self.visible, device=self._device)
         seen = keys <= self.positions[..., None]  # [b, n, s]
         if window is not None:
             seen &= keys > self.positions[..., None] - window
@@ -128,6 +151,6 @@ class CacheIndex:
 
     def block_mask(self, groups: int) -> Tensor:
         """Boolean [b, 1, groups * n, visible]: every new token sees the whole context and all n new tokens."""
-        keys = torch.arange(self.visible, device=self.positions.device)
+        keys = torch.arange(self.visible, device=self._device)
         seen = keys <= self.positions[:, -1:, None].expand(-1, self.width, -1)
         return seen[:, None, None].expand(-1, 1, groups, -1, -1).reshape(self.rows, 1, groups * self.width, self.visible)

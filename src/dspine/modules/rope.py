@@ -27,6 +27,14 @@ class Rope:
 
     def at(self, positions: Tensor, limit: int) -> Tensor:
         """Rotation factors of `positions` [b, n], all below `limit`, to be passed to `apply_`."""
+        return self._up_to(limit)[positions][:, :, None]
+
+    def between(self, start: int, end: int) -> Tensor:
+        """Rotation factors of positions start to end - 1 for every row, to be passed to `apply_`."""
+        return self._up_to(end)[None, start:end, None]
+
+    def _up_to(self, limit: int) -> Tensor:
+        """The factors of all positions below `limit`, and perhaps more."""
         if self._table is None or self._table.shape[0] < limit:
             size = max(limit, 2 * (0 if self._table is None else self._table.shape[0]), 1024)
             angles = torch.arange(size, device=self.inv_freq.device).float()[:, None] * self.inv_freq
@@ -35,7 +43,7 @@ class Rope:
             else:
                 both = torch.stack((angles.cos(), angles.sin())) * self.attention_scaling
                 self._table = both.permute(1, 0, 2).to(self.dtype)  # [size, 2, head_dim / 2]
-        return self._table[positions][:, :, None]
+        return self._table
 
     def apply_(self, x: Tensor, factors: Tensor) -> None:
         """Rotate x [b, n, heads, head_dim] in place (interleaved layout in fp32, halves otherwise)."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dspine.kernels.linear import GatedLinear, PackedLinear
-from dspine.modules.decoder import DecoderSpec, DecoderStack, LayerWeights, fold_norm, pack_qkv, permute_head_norm
+from dspine.modules.decoder import DecoderSpec, DecoderStack, LayerWeights, fold_norm, head_norms, pack_qkv
 from dspine.modules.norm import rms_norm
 from dspine.modules.rope import Rope
 
@@ -65,7 +65,6 @@ def _pack_layer(block: Any, spec: DecoderSpec, rope: Rope, offset: float, post_n
     biases = None if q.bias is None else (q.bias.detach(), k.bias.detach(), v.bias.detach())
     gate, up = mlp.gate_proj, mlp.up_proj
     mlp_norm = block.pre_feedforward_layernorm if post_norms else block.post_attention_layernorm
-    qk_norm = hasattr(attention, "q_norm")
     input_norm, (wq, wk, wv) = fold_norm(_norm_weight(block.input_layernorm, offset), q.weight, k.weight, v.weight)
     mlp_norm, (gate_weight, up_weight) = fold_norm(_norm_weight(mlp_norm, offset), gate.weight, up.weight)
     return LayerWeights(
@@ -75,8 +74,9 @@ def _pack_layer(block: Any, spec: DecoderSpec, rope: Rope, offset: float, post_n
         mlp_norm=mlp_norm,
         gate_up=GatedLinear(gate_weight, up_weight, activation, None if gate.bias is None else (gate.bias, up.bias)),
         down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
-        q_norm=permute_head_norm(_norm_weight(attention.q_norm, 0.0), rope) if qk_norm else None,
-        k_norm=permute_head_norm(_norm_weight(attention.k_norm, 0.0), rope) if qk_norm else None,
+        head_norms=head_norms(_norm_weight(attention.q_norm, 0.0), _norm_weight(attention.k_norm, 0.0), spec, rope)
+        if hasattr(attention, "q_norm")
+        else None,
         post_attention_norm=_norm_weight(block.post_attention_layernorm, offset) if post_norms else None,
         post_mlp_norm=_norm_weight(block.post_feedforward_layernorm, offset) if post_norms else None,
     )
