@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dspine_sglang.comparison import Decoded, decode_in_dspine
-
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams
 from dspine.drafters.checkpoint import load_drafter
+from dspine.integrations.side_by_side import Decoded, decode_in_dspine
 from dspine.targets.model import Target
 
 QUESTIONS = (

@@ -23,9 +23,10 @@ from vllm import SamplingParams as VllmSamplingParams
 from dspine.api import LLM
 from dspine.decoding.sampling import SamplingParams, target_distribution
 from dspine.drafters.checkpoint import load_drafter
+from dspine.integrations.side_by_side import decode_in_dspine
 from dspine.integrations.vllm_export import export_checkpoint
 from dspine.targets.model import Target
-from dspine_vllm.comparison import decode_in_dspine, decode_in_vllm, vllm_engine
+from dspine_vllm.comparison import decode_in_vllm, vllm_engine
 
 pytestmark = pytest.mark.engine
 
@@ -55,13 +56,13 @@ def compared(target: Target, model_folder: Path, prompts: list[list[int]], plain
         drafter = load_drafter(checkpoint, target)
         ours = decode_in_dspine(LLM(target, drafter, max_rows=8, width=num_draft_tokens + 1), prompts, GREEDY)
         assert theirs.outputs == again.outputs == plain == ours.outputs
-        tau = ours.counts.acceptance_length
-        assert theirs.counts.acceptance_length == pytest.approx(tau, rel=TOLERANCE)
-        assert again.counts.acceptance_length == pytest.approx(tau, rel=TOLERANCE)
-        accepted_at = theirs.counts.accepted_at
+        tau = ours.acceptance_length
+        assert theirs.acceptance_length == pytest.approx(tau, rel=TOLERANCE)
+        assert again.acceptance_length == pytest.approx(tau, rel=TOLERANCE)
+        accepted_at = theirs.accepted_at
         assert len(accepted_at) == num_draft_tokens
         # Partial acceptance: some rounds refused the first token, some accepted it and refused a later one.
-        assert theirs.counts.rounds > accepted_at[0] > accepted_at[-1] >= 0
+        assert theirs.rounds > accepted_at[0] > accepted_at[-1] >= 0
         return accepted_at
 
     return compare
