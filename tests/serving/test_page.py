@@ -91,7 +91,7 @@ def test_escape_stops_an_answer(page: Any, server: Any, llm: LLM, monkeypatch: p
     monkeypatch.setattr(llm.target, "eos_token_ids", frozenset())
     set_longest(page, 480)
     say(page, "a long one")
-    expect(page.locator("#tokens")).not_to_have_text("\u2013")
+    expect(page.locator("article.assistant")).not_to_be_empty()  # tokens may come before the first whole character
     page.keyboard.press("Escape")
     expect(page.get_by_role("status")).to_have_text("Stopped.")
     server.wait_until_idle()
