@@ -36,6 +36,28 @@ def test_store_writes_at_each_rows_length_and_nowhere_else(lengths: list[int]) -
     assert bool((cache.data[0] == -1).all())
 
 
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [0, 5, 2]])
+def test_all_layers_at_once_are_all_layers_in_turn(lengths: list[int]) -> None:
+    once, in_turn = new_cache(rows=4), new_cache(rows=4)
+    kv = torch.stack([numbered(3, 2, start) for start in (1.0, 1000.0)], 2)  # [rows, width, layers, ...]
+    for cache in (once, in_turn):
+        cache.lengths = torch.tensor([*lengths, 0])
+    once.store_all(kv, CacheIndex(once, 3, 2, "cpu"))
+    index = CacheIndex(in_turn, 3, 2, "cpu")
+    for layer in range(2):
+        in_turn.store(layer, kv[:, :, layer], index)
+    assert torch.equal(once.data, in_turn.data)
+
+
+def test_an_index_keeps_its_positions_when_the_lengths_move_on() -> None:
+    for lengths in ([3, 3], [3, 1]):
+        cache = new_cache(rows=2)
+        cache.lengths = torch.tensor(lengths)
+        index = CacheIndex(cache, 2, 2, "cpu")
+        cache.lengths += 2
+        assert index.positions.tolist() == [[length, length + 1] for length in lengths]
+
+
 def test_fewer_rows_than_the_cache_has_leave_the_others_alone() -> None:
     cache = new_cache(rows=4)
     cache.store(0, numbered(2, 3), CacheIndex(cache, 2, 3, "cpu"))
@@ -103,10 +125,23 @@ def test_causal_mask_is_its_definition(lengths: list[int], width: int, window: i
         assert torch.equal(mask, expected)
 
 
+@pytest.mark.parametrize(("rows", "width", "groups"), [(1, 3, 1), (1, 3, 2), (2, 4, 2)])
+def test_causal_steps_are_the_causal_mask_of_rows_in_step(rows: int, width: int, groups: int) -> None:
+    cache = new_cache(rows=rows, capacity=16)
+    cache.lengths += 5
+    index = CacheIndex(cache, rows, width, "cpu")
+    mask, steps = index.causal_mask(groups), index.causal_steps(groups, torch.float32)
+    assert mask is not None
+    assert steps is not None
+    expected = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    assert torch.equal(steps.expand_as(expected), expected)
+
+
 def test_one_token_of_rows_in_step_needs_no_mask() -> None:
     cache = new_cache(rows=2, capacity=16)
     cache.lengths += 5
     assert CacheIndex(cache, 2, 1, "cpu").causal_mask(2) is None
+    assert CacheIndex(cache, 2, 1, "cpu").causal_steps(2, torch.float32) is None
 
 
 def test_block_mask_shows_the_context_and_the_whole_block() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspine.modules.norm import rms_norm
+from dspine.modules.decoder import fold_norm
+from dspine.modules.norm import folded_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,6 +22,25 @@ def test_it_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float
     assert torch.equal(x, kept)
     plain = torch.nn.functional.rms_norm(x, shape[-1:], None, 1e-5)
     torch.testing.assert_close(rms_norm(x, None, 1e-5), plain)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_a_folded_norm_and_its_products_are_the_whole_norms(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = scale * torch.randn(2, 6, 48, generator=generator)
+    weight, w = torch.randn(48, generator=generator), torch.randn(32, 48, generator=generator)
+    left, (folded,) = fold_norm(weight, w)
+    assert left is None
+    floor = torch.tensor((48 * 1e-5) ** 0.5)
+    expected = torch.nn.functional.rms_norm(x, (48,), weight, 1e-5) @ w.T
+    torch.testing.assert_close(folded_rms_norm(x, floor) @ folded.T, expected)
+
+
+def test_a_norm_of_16_bits_stays_where_it_is() -> None:
+    weight, w = torch.randn(48).bfloat16(), torch.randn(32, 48).bfloat16()
+    left, (kept,) = fold_norm(weight, w)
+    assert left is weight
+    assert torch.equal(kept, w)
 
 
 def test_zeros_stay_zeros_and_strides_do_not_matter() -> None:

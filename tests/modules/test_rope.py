@@ -39,6 +39,12 @@ def test_rotation_is_the_textbooks(dtype: torch.dtype, tolerance: float, scaling
     torch.testing.assert_close(rotated(x, positions, dtype, scaling), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_range_of_positions_is_its_positions(dtype: torch.dtype) -> None:
+    rope, positions = Rope(INV_FREQ, 1.0, dtype), torch.arange(3, 9)[None]
+    assert torch.equal(rope.between(3, 9), rope.at(positions, 9))
+
+
 def test_interleaving_puts_the_halves_side_by_side() -> None:
     assert interleave_halves(8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 

@@ -14,7 +14,7 @@ from dspine.drafters.config import DrafterConfig, TargetFacts
 from dspine.errors import UserError
 from dspine.integrations.vllm_export import DSPINE_ARCHITECTURE, exported_shapes, huggingface_config
 from dspine_vllm.checks import Launch, check_launch, check_tensors, read_config, supports
-from dspine_vllm.target import EngineTarget
+from dspine_vllm.target import VllmTarget
 
 GOOD: dict[str, Any] = {"vllm_version": "0.32.0", "num_speculative_tokens": 5}
 
@@ -119,7 +119,7 @@ def drafter_for_llama(make_config: Any) -> DrafterConfig:
     return make_config(target=TargetFacts(**{**facts.model_dump(), "head_norms": [1.0] * 8}))
 
 
-def engine_target(weight: torch.Tensor | None) -> EngineTarget:
+def engine_target(weight: torch.Tensor | None) -> VllmTarget:
     model, head = nn.Module(), nn.Module()
     head.register_parameter("weight", None if weight is None else nn.Parameter(weight, requires_grad=False))
     model.lm_head = head
@@ -128,4 +128,4 @@ def engine_target(weight: torch.Tensor | None) -> EngineTarget:
         model="tiny", hf_text_config=text, skip_tokenizer_init=True, get_vocab_size=lambda: 100, get_hidden_size=lambda: 32,
         get_total_num_hidden_layers=lambda: 3,
     )  # fmt: skip
-    return EngineTarget.of(model, settings)
+    return VllmTarget.of(model, settings)

@@ -27,6 +27,7 @@ from dspine.drafters.checkpoint import WEIGHTS, load_drafter, replace_folder
 from dspine.drafters.config import DrafterConfig
 from dspine.drafters.registry import drafter_class
 from dspine.errors import UserError
+from dspine.integrations.engine_model import qwen3_fields
 from dspine.targets.model import Target
 
 # vLLM prepends "DFlash" to a draft architecture's name where it does not begin so.
@@ -99,25 +100,11 @@ def export_checkpoint(checkpoint: Path, target: Target, folder: Path) -> VllmExp
 
 
 def huggingface_config(config: DrafterConfig, architecture: str, max_length: int) -> dict[str, Any]:
-    """config.json of an export: the Qwen3 shape that vLLM's DFlash model reads, and its `dflash_config`."""
+    """config.json of an export: the Qwen3 fields and the `dflash_config` that vLLM's DFlash model reads."""
     exported: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "layer_types": ["full_attention"] * config.num_layers,
-        "max_position_embeddings": max_length,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": config.target.vocab_size,
-        "block_size": config.block_size,
+        **qwen3_fields(config, max_length),
         "n_predict": config.num_draft_tokens,  # vLLM's num_speculative_tokens, where none is given
         "dflash_config": {
             "mask_token_id": config.mask_token_id,

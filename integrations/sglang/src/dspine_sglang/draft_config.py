@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dspine.drafters.config import DrafterConfig
+from dspine.integrations.engine_model import qwen3_fields
 
 ARCHITECTURE = "DSpineDraftModel"
 # A drafter has no length of its own: the engine gives it the target's, and refuses one that is longer than this.
@@ -42,23 +43,9 @@ def read_draft_config(folder: Path) -> DSpineDraftConfig:
     return DSpineDraftConfig(
         architectures=[ARCHITECTURE],
         dspine=config.model_dump(mode="json"),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_act="silu",
-        attention_bias=False,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        max_position_embeddings=_NO_LIMIT,
-        vocab_size=config.target.vocab_size,
-        tie_word_embeddings=False,
-        layer_types=["full_attention"] * config.num_layers,
+        **qwen3_fields(config, _NO_LIMIT),
         is_causal=config.attention == "causal",
         num_target_layers=config.target.num_layers,
-        block_size=config.block_size,
         dflash_config={"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id},
     )
 

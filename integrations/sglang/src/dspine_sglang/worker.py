@@ -18,27 +18,21 @@ from torch import Tensor, nn
 
 from dspine.decoding.verify import SparseQ
 from dspine.errors import UserError
+from dspine.integrations.engine_model import EngineTarget
 from dspine_sglang import ALGORITHM
 from dspine_sglang.models.dspine import DSpineDraftModel
 from dspine_sglang.plugin import check_hooks
 from dspine_sglang.verification import Cuts, accept_block
 
 
-@dataclass
-class EngineTarget:
-    """The engine's target, as a drafter's config checks it (dspine.drafters.config.DescribedTarget)."""
+@dataclass(kw_only=True)
+class SGLangTarget(EngineTarget):
+    """SGLang's target, with the embedding that the drafter's slots begin with."""
 
-    name: str
-    config: Any
-    tokenizer: Any
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    head_weight: Tensor  # [v, d]
     embedding: Tensor  # [v, d]
 
     @classmethod
-    def of(cls, worker: Any) -> EngineTarget:
+    def of(cls, worker: Any) -> SGLangTarget:
         """The target of a TpModelWorker. Raises UserError for one whose head or embedding DSPINE cannot use."""
         model_config = worker.model_runner.model_config
         config = model_config.hf_text_config
@@ -74,7 +68,7 @@ class DSpineWorker(DFlashWorkerV2):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         check_hooks()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        target = EngineTarget.of(target_worker)
+        target = SGLangTarget.of(target_worker)
         self.draft_model.drafter_config.check(target)
         self.draft_model.bind(target.embedding, target.head_weight)
 

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer, DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from dspine_vllm.checks import Launch, check_launch, check_tensors, read_config
-from dspine_vllm.target import EngineTarget
+from dspine_vllm.target import VllmTarget
 
 
 class NoNorm(nn.Module):
@@ -71,7 +71,7 @@ class CheckedDFlash(DFlashQwen3ForCausalLM):
         """Load what vLLM's DFlash model does not know; returns the rest."""
         return tensors
 
-    def bind(self, target: EngineTarget) -> None:
+    def bind(self, target: VllmTarget) -> None:
         """Hold the drafter against the loaded target. Raises UserError where it was trained for another."""
         target.check(self.drafter_config)
 

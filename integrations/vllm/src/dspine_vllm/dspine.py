@@ -18,7 +18,7 @@ from dspine.modules.losses import DraftHead
 from dspine.modules.norm import rms_norm
 from dspine.modules.transfer_space import build_transfer_space
 from dspine_vllm.dflash import CheckedDFlash, DFlashModel
-from dspine_vllm.target import EngineTarget
+from dspine_vllm.target import VllmTarget
 
 _INJECTION = "injection."
 
@@ -70,7 +70,7 @@ class DSpineForCausalLM(CheckedDFlash):
         return {name: tensor for name, tensor in tensors.items() if not name.startswith(_INJECTION) and name != "draft_ids"}
 
     @torch.inference_mode()
-    def bind(self, target: EngineTarget) -> None:
+    def bind(self, target: VllmTarget) -> None:
         super().bind(target)
         head, options = target.head_weight, self.options
         ids = None if self._draft_ids is None else self._draft_ids.to(head.device)

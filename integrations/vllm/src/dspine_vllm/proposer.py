@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_model_runner
 from dspine.modules.selection import walk_transitions
 from dspine_vllm.dflash import CheckedDFlash
 from dspine_vllm.dspine import DSpineForCausalLM
-from dspine_vllm.target import EngineTarget
+from dspine_vllm.target import VllmTarget
 
 GREEDY_BELOW = 1e-5  # vLLM takes a smaller temperature for greedy
 
@@ -34,7 +34,7 @@ class DSpineProposer(DFlashProposer):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         if isinstance(self.model, CheckedDFlash):
-            self.model.bind(EngineTarget.of(target_model, self.vllm_config.model_config))
+            self.model.bind(VllmTarget.of(target_model, self.vllm_config.model_config))
         if isinstance(self.model, DSpineForCausalLM):
             self.drafter = self.model
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dspine.drafters.config import DrafterConfig
 from dspine.errors import UserError
+from dspine.integrations.engine_model import EngineTarget
 
 
 @dataclass(kw_only=True)
-class EngineTarget:
-    """What `DrafterConfig.check` asks of a target; `head_weight` [v, d] without vLLM's padding rows."""
-
-    name: str
-    config: Any
-    tokenizer: Any
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    head_weight: Tensor
+class VllmTarget(EngineTarget):
+    """vLLM's target; `tokenizer` is None where vLLM has none."""
 
     @classmethod
-    def of(cls, model: nn.Module, model_config: ModelConfig) -> EngineTarget:
+    def of(cls, model: nn.Module, model_config: ModelConfig) -> VllmTarget:
         """Describe a loaded target. Raises UserError where its LM head cannot be read."""
         vocab_size = model_config.get_vocab_size()
         head: Any = model.get_submodule("lm_head")
