@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dspine.drafters.checkpoint import save_drafter
 from dspine.errors import UserError
+from dspine.serving.engine_thread import Update
 from dspine.serving.run import bind, url_of
 from dspine.serving.settings import ServerSettings, is_loopback
 
@@ -132,6 +133,21 @@ def test_an_answer_that_ended_just_before_a_failure_is_not_kept_waiting(serve: A
         with pytest.raises(openai.APIError, match="log says why"):
             list(stream)
         server.wait_until_idle()
+
+
+def test_a_reply_that_cannot_be_made_fails_its_requests_and_no_others(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(max_rows=2) as server, server.client() as client:
+        real = Update.of
+
+        def break_once(progress: Any) -> Update:
+            monkeypatch.setattr(Update, "of", real)
+            raise RuntimeError("cannot be told")
+
+        monkeypatch.setattr(Update, "of", break_once)
+        with pytest.raises(openai.InternalServerError, match="log says why"):
+            client.completions.create(**LONG)
+        server.wait_until_idle()
+        assert client.completions.create(**{**LONG, "max_tokens": 4}).usage.completion_tokens == 4
 
 
 # --- keys and hosts --------------------------------------------------------------------------------------------------

@@ -127,25 +127,26 @@ class EngineThread:
         return [(command.job, None)]
 
     def _step(self) -> list[Event]:
+        events: list[Event] = []
         try:
-            progress = self._engine.step()
+            for progress in self._engine.step():
+                events.append(self._event(progress))
         except Exception as error:  # one round's failure must not end the server
             log.error("a decoding round failed; the requests in it are given up", exc_info=error)
             live = self._engine.live_requests
             requests = [job.request for job in self._jobs.values() if job.request is not None]
             # Those that ended before it failed have lost their last tokens with it.
-            return [self._give_up(r, error) for r in requests if r in live or r.finish_reason is not None]
-        return [self._event(item) for item in progress]
+            events += [self._give_up(r, error) for r in requests if r in live or r.finish_reason is not None]
+        return events
 
     def _give_up(self, request: Request, error: Exception) -> Event:
         self._engine.cancel(request)
         return self._jobs.pop(request.id), error
 
     def _event(self, progress: Progress) -> Event:
-        request = progress.request
-        ended = request.finish_reason is not None
-        job = self._jobs.pop(request.id) if ended else self._jobs[request.id]
-        return job, Update.of(progress)
+        number, update = progress.request.id, Update.of(progress)
+        job = self._jobs[number] if update.finish_reason is None else self._jobs.pop(number)
+        return job, update
 
     def _post(self, events: list[Event]) -> None:
         if events and not self._loop.is_closed():
