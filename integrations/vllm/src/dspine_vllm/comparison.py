@@ -17,6 +17,7 @@ from vllm import LLM as VllmEngine
 from vllm import SamplingParams as VllmSamplingParams
 
 from dspine.decoding.sampling import SamplingParams
+from dspine.evaluation.spec_counters import SpecCounts
 from dspine.integrations.side_by_side import MAX_ROWS, Decoded, Prompts, run
 from dspine.integrations.vllm_export import export_checkpoint
 from dspine.targets.model import Target
@@ -40,22 +41,17 @@ def decode_in_vllm(engine: VllmEngine, prompts: Prompts, params: SamplingParams)
     before = _counters(engine)
     wanted = VllmSamplingParams(temperature=params.temperature, max_tokens=params.max_new_tokens, seed=params.seed)
     results = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], wanted, use_tqdm=False)
-    after = _counters(engine)
-    accepted_before = before["accepted_at"] or [0] * len(after["accepted_at"])
-    return Decoded(
-        outputs=[list(result.outputs[0].token_ids) for result in results],
-        rounds=after["rounds"] - before["rounds"],
-        accepted_at=tuple(a - b for a, b in zip(after["accepted_at"], accepted_before, strict=True)),
-    )
+    gained = _counters(engine) - before
+    outputs = [list(result.outputs[0].token_ids) for result in results]
+    return Decoded(outputs=outputs, rounds=gained.rounds, accepted_at=gained.accepted_at)
 
 
-def _counters(engine: VllmEngine) -> dict[str, Any]:
+def _counters(engine: VllmEngine) -> SpecCounts:
     found = {metric.name.removeprefix(_COUNTER): metric for metric in engine.get_metrics() if metric.name.startswith(_COUNTER)}
     rounds, accepted_at = found.get("drafts"), found.get("accepted_tokens_per_pos")
-    return {
-        "rounds": 0 if rounds is None else rounds.value,
-        "accepted_at": [] if accepted_at is None else list(accepted_at.values),
-    }
+    return SpecCounts(
+        rounds=0 if rounds is None else rounds.value, accepted_at=() if accepted_at is None else tuple(accepted_at.values)
+    )
 
 
 def _decode(target: Target, model: Path, checkpoint: Path | None, prompts: Prompts, params: SamplingParams) -> Decoded:
