@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspine.kernels.linear import PackedLinear
-from dspine.modules.injection import AdjacentInjection, rms
+from dspine.modules.injection import AdjacentInjection, rms, unit
 from dspine.modules.losses import DraftHead
 from dspine.stages import stage
 
@@ -71,7 +71,7 @@ class PackedInjection:
     def inject(self, layer: int, u: Tensor, anchor_message: Tensor) -> tuple[Tensor, Tensor]:
         """h [b, M, d] of the slots' states u [b, M, d] after `layer` (first_layer or later), and Gq z + b of each [b, M, m]."""
         with stage("injection"):
-            z = _unit(self._readouts[layer](u))
+            z = unit(self._readouts[layer](u)).to(u.dtype)
             gate = self._receiver(z)
             sent_gate, message = torch.cat((anchor_message, self._sender(z[:, :-1])), 1).chunk(2, -1)
             write = self._writes[layer - self.first_layer](torch.sigmoid(gate + sent_gate) * message)
@@ -100,9 +100,3 @@ class PackedInjection:
             refined = final_norm(torch.addcmul(receivers, rms(receivers), write))  # [b, M - 1, k, d]
             embeddings = self._head_rows[rows[:, 1:]]  # [b, M - 1, k, d]
             return self.head.cap(torch.matmul(refined, embeddings.transpose(-1, -2)))
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x [..., r] scaled to length 1, its length taken in fp32: `unit_code` short of sqrt(r)."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return (x / length.clamp_min_(1e-12)).to(x.dtype)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dspine.kernels.linear import GatedLinear, PackedLinear
 from dspine.modules.kv_cache import CacheIndex, KVCache
-from dspine.modules.norm import folded_rms_norm, norm_can_fold, rms_norm
+from dspine.modules.norm import calls_cost_most, folded_rms_norm, rms_norm
 from dspine.modules.rope import Rope, interleave_halves
 
 AfterLayer = Callable[[int, Tensor], Tensor]
@@ -85,9 +85,10 @@ def pack_qkv(
 
 def fold_norm(norm: Tensor, *weights: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
     """A norm's weight [d] moved, with sqrt(d), into the weights [out, d] that read its output: what stays to be done is
-    `folded_rms_norm`, of half the calls. Returns the norm where it may not be moved."""
+    `folded_rms_norm`, of half the calls. Elsewhere than in fp32 on a CPU the norm is returned: it is one call there, or the
+    product of two 16-bit roundings would be a third one."""
     plain = tuple(weight.detach() for weight in weights)
-    if not norm_can_fold(norm):
+    if not calls_cost_most(norm):
         return norm, plain
     factor = norm * norm.shape[0] ** 0.5
     return None, tuple(weight * factor for weight in plain)

@@ -23,7 +23,12 @@ def rms(u: Tensor) -> Tensor:
 
 def unit_code(x: Tensor) -> Tensor:
     """x [..., r] scaled to root mean square 1 in fp32, in x's dtype."""
-    return (x / rms(x.float()).clamp_min(1e-12)).to(x.dtype)
+    return (unit(x) * x.shape[-1] ** 0.5).to(x.dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [..., r] scaled to length 1, in fp32."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp_min(1e-12)
 
 
 class AdjacentInjection(nn.Module):

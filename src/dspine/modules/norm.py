@@ -15,17 +15,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     PyTorch's own has no CPU kernel: it is a dozen small calls there, which is what these few are instead. There are two
     norms a layer, and at a decoding step's few rows a call costs more than its arithmetic.
     """
-    if not x.is_cpu or x.dtype != torch.float32:
+    if not calls_cost_most(x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     normed = x * torch.addcmul(_constant(eps), length, length, value=1 / x.size(-1)).rsqrt_()
     return normed if weight is None else normed.mul_(weight)
 
 
-def norm_can_fold(weight: Tensor) -> bool:
-    """Whether a norm with this weight may be folded: where calls are what costs, and where a rounding of the product of two
-    weights would not be one more than there are."""
-    return weight.is_cpu and weight.dtype == torch.float32
+def calls_cost_most(x: Tensor) -> bool:
+    """Whether a norm of tensors like x costs by its calls rather than by its arithmetic: in fp32 on a CPU."""
+    return x.is_cpu and x.dtype == torch.float32
 
 
 def folded_rms_norm(x: Tensor, floor: Tensor) -> Tensor:
